@@ -1,0 +1,44 @@
+"""What a checkpoint says of its model, in one form for every format. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding. `scaling_type` is None, "linear", "dynamic", "yarn", "llama3", "longrope", …;
+    `parameters` holds that type's own numbers as the checkpoint names them."""
+
+    theta: float
+    scaling_type: str | None
+    parameters: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder.
+
+    `architecture` is as the checkpoint names it in the Hugging Face way ("LlamaForCausalLM");
+    `family` is our short name for it ("llama"). `dtype` is what the weights are stored in, or
+    "bfloat16" for a quantised GGUF. `eos_token_ids` come from generation_config.json where there is one.
+    """
+
+    architecture: str
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_count: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    hidden_act: str
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]

@@ -1,0 +1,72 @@
+"""A step's plan, as sent, and its result, as applied; in columns, like the wire."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from scheduler_service.core.request import FinishReason, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence as its first step of an epoch, or its first after a preemption, carries it."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What a step is to do. Entry i of each column belongs to `sequences[i]`.
+
+    `samples[i]` says whether the step samples a token of that sequence.
+    """
+
+    step_id: int
+    new_sequences: list[NewSequence] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    sequence_ids: list[int] = field(default_factory=list)
+    scheduled_token_counts: list[int] = field(default_factory=list)
+    computed_token_counts: list[int] = field(default_factory=list)
+    new_block_counts: list[int] = field(default_factory=list)
+    new_block_ids: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    finished_sequence_ids: list[int] = field(default_factory=list)
+    preempted_sequence_ids: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(self.scheduled_token_counts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a worker answered to a step. `logprobs` values are carried through untouched."""
+
+    step_id: int
+    sequence_ids: list[int]
+    token_ids: list[int]
+    stopped_sequence_ids: frozenset[int] = frozenset()
+    logprobs: Mapping[int, object] = field(default_factory=dict)
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One token to deliver, in order. `finish_reason` is set with the sequence's last one."""
+
+    sequence: Sequence
+    token_id: int
+    position: int
+    logprobs: object
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvent:
+    """A sequence ended without a token: cancelled, past its deadline, or failed on the worker."""
+
+    sequence: Sequence
+    finish_reason: FinishReason
+    message: str

@@ -1,0 +1,81 @@
+"""A request and the sequences sampled for it."""
+
+from collections.abc import Sequence as ReadOnlyList
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class SequenceState(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """It holds no blocks; it waits again once no answer is in flight."""
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asked for, validated and complete.
+
+    `sampling` and `trace` are carried to the worker untouched: the core never looks inside.
+    `max_tokens` is the most output tokens of each sequence, the context's end included.
+    `deadline` is on the scheduler's clock, in seconds.
+    """
+
+    request_id: str
+    prompt_token_ids: ReadOnlyList[int]
+    max_tokens: int
+    n: int = 1
+    priority: int = 0
+    tenant: str = ""
+    adapter: str = ""
+    cache_salt: str = ""
+    deadline: float | None = None
+    sampling: object = None
+    trace: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One continuation being sampled. Only the scheduler changes it.
+
+    `token_ids` are the prompt and the applied output. `computed` counts tokens whose KV is
+    written by the steps sent so far; `pending` counts tokens sampled by steps sent and not yet
+    applied, which the worker already has and this process has not.
+    """
+
+    sequence_id: int
+    index: int
+    request: Request
+    arrival: float
+    token_ids: list[int]
+    state: SequenceState = SequenceState.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    computed: int = 0
+    pending: int = 0
+    in_flight: int = 0
+    cached: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def prompt_token_count(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_count(self) -> int:
+        """Number of applied output tokens."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)

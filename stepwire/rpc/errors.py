@@ -1,0 +1,137 @@
+"""One error type for every failed call, and its mapping to and from gRPC statuses.
+
+The wire form is `google.rpc.Status` with exactly one ErrorInfo (AIP-193): reason from
+errors.proto, domain "stepwire", every variable part in the metadata; and a RetryInfo where a
+retry makes sense.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from stepwire.v1.errors_pb2 import ErrorReason
+
+DOMAIN = "stepwire"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+_CODES: Mapping[str, grpc.StatusCode] = {
+    "FIELD_OUT_OF_RANGE": grpc.StatusCode.INVALID_ARGUMENT,
+    "FIELD_INVALID": grpc.StatusCode.INVALID_ARGUMENT,
+    "PROMPT_EMPTY": grpc.StatusCode.INVALID_ARGUMENT,
+    "PROMPT_TOO_LONG": grpc.StatusCode.INVALID_ARGUMENT,
+    "TOKEN_ID_OUT_OF_VOCABULARY": grpc.StatusCode.INVALID_ARGUMENT,
+    "CHAT_TEMPLATE_MISSING": grpc.StatusCode.FAILED_PRECONDITION,
+    "CHAT_TEMPLATE_FAILED": grpc.StatusCode.INVALID_ARGUMENT,
+    "MODEL_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "REQUEST_ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
+    "QUEUE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "CANCELLED": grpc.StatusCode.CANCELLED,
+    "DRAINING": grpc.StatusCode.UNAVAILABLE,
+    "MODEL_NOT_READY": grpc.StatusCode.UNAVAILABLE,
+    "WORKER_FAILED": grpc.StatusCode.UNAVAILABLE,
+    "SEQUENCE_FAILED": grpc.StatusCode.INTERNAL,
+    "STALE_EPOCH": grpc.StatusCode.FAILED_PRECONDITION,
+    "STEP_OUT_OF_ORDER": grpc.StatusCode.FAILED_PRECONDITION,
+    "STATE_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
+    "WRONG_PHASE": grpc.StatusCode.FAILED_PRECONDITION,
+    "CHECKPOINT_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "CHECKPOINT_INVALID": grpc.StatusCode.INVALID_ARGUMENT,
+    "CHECKPOINT_UNSUPPORTED": grpc.StatusCode.INVALID_ARGUMENT,
+    "DEVICE_UNAVAILABLE": grpc.StatusCode.FAILED_PRECONDITION,
+    "OUT_OF_MEMORY": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
+    "INTERNAL": grpc.StatusCode.INTERNAL,
+}
+
+
+@dataclass(eq=False)
+class StepwireError(Exception):
+    """A call failed, for a reason a program can act on.
+
+    `reason` is the name of an ErrorReason without its prefix; `message` names what is wrong and
+    what to do; `metadata` holds every variable part of the message; `retry_after_s` is set where
+    a retry makes sense.
+    """
+
+    reason: str
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    retry_after_s: float | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        """The gRPC status code that belongs to the reason."""
+        return _CODES[self.reason]
+
+
+def known_reasons() -> frozenset[str]:
+    """The reasons of errors.proto, without prefix."""
+    return frozenset(name.removeprefix("ERROR_REASON_") for name in ErrorReason.keys()) - {"UNSPECIFIED"}
+
+
+def to_status(error: StepwireError) -> status_pb2.Status:
+    """The wire form of an error."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=dict(error.metadata))
+    details = [_pack(info)]
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(int(error.retry_after_s * 1000))
+        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return status_pb2.Status(code=error.code.value[0], message=error.message, details=details)
+
+
+def from_rpc_error(error: grpc.RpcError) -> StepwireError:
+    """What a failed call means.
+
+    A status without our ErrorInfo (the peer is gone, or is not Stepwire) becomes the reason
+    nearest to its code, with gRPC's own text.
+    """
+    code: grpc.StatusCode = error.code()
+    text: str = error.details() or code.name
+    for key, value in error.trailing_metadata() or ():
+        if key == STATUS_DETAILS_KEY:
+            status = status_pb2.Status.FromString(value)
+            parsed = _from_details(status)
+            if parsed is not None:
+                return parsed
+    return StepwireError(_REASON_OF_CODE.get(code, "INTERNAL"), text, {"grpc_code": code.name})
+
+
+_REASON_OF_CODE: Mapping[grpc.StatusCode, str] = {
+    grpc.StatusCode.INVALID_ARGUMENT: "FIELD_INVALID",
+    grpc.StatusCode.NOT_FOUND: "MODEL_NOT_FOUND",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
+    grpc.StatusCode.CANCELLED: "CANCELLED",
+    grpc.StatusCode.UNAVAILABLE: "MODEL_NOT_READY",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "QUEUE_FULL",
+    grpc.StatusCode.UNAUTHENTICATED: "UNAUTHENTICATED",
+    grpc.StatusCode.FAILED_PRECONDITION: "WRONG_PHASE",
+    grpc.StatusCode.ALREADY_EXISTS: "REQUEST_ALREADY_EXISTS",
+}
+
+
+def _from_details(status: status_pb2.Status) -> StepwireError | None:
+    info = error_details_pb2.ErrorInfo()
+    retry = error_details_pb2.RetryInfo()
+    found, retry_after_s = False, None
+    for detail in status.details:
+        if detail.Is(info.DESCRIPTOR):
+            detail.Unpack(info)
+            found = info.domain == DOMAIN and info.reason in _CODES
+        elif detail.Is(retry.DESCRIPTOR):
+            detail.Unpack(retry)
+            retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+    return StepwireError(info.reason, status.message, dict(info.metadata), retry_after_s) if found else None
+
+
+def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

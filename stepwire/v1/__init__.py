@@ -1,0 +1,1 @@
+"""The wire types, generated from protos/stepwire/v1. Never edited by hand."""

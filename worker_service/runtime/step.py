@@ -1,0 +1,79 @@
+"""What goes into a step and what comes out of it: plain values between rpc/ and the model runner."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of one sequence are drawn; every value in force. See worker.proto, SequenceSampling."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    seed: int = 0
+    sequence_index: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """All there is to know of a sequence; a worker's state of it is a pure function of this."""
+
+    sequence_id: int
+    request_id: str
+    token_ids: Sequence[int]
+    prompt_token_count: int
+    sampling: Sampling
+    block_ids: Sequence[int]
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step, in columns; entry i of each column belongs to sequence_ids[i]. See worker.proto, Step."""
+
+    step_id: int
+    new_sequences: Sequence[NewSequence]
+    sequence_ids: Sequence[int]
+    scheduled_token_counts: Sequence[int]
+    computed_token_counts: Sequence[int]
+    new_block_counts: Sequence[int]
+    new_block_ids: Sequence[int]
+    finished_sequence_ids: Sequence[int]
+    preempted_sequence_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms at one output position: of the sampled token, and (id, value) of the most likely, falling."""
+
+    token_id: int
+    logprob: float
+    top: Sequence[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """The result of one step. See worker.proto, StepResult."""
+
+    step_id: int
+    sequence_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    stopped_sequence_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    start_unix_ns: int = 0
+    prepare_ns: int = 0
+    forward_ns: int = 0
+    sample_ns: int = 0
+
+
+class StateMismatch(Exception):
+    """A step disagrees with what this worker holds; the step was refused and nothing changed."""
