@@ -45,6 +45,7 @@ _CODES: Mapping[str, grpc.StatusCode] = {
     "OUT_OF_MEMORY": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
     "INTERNAL": grpc.StatusCode.INTERNAL,
+    "STREAM_DISPLACED": grpc.StatusCode.ABORTED,
 }
 
 

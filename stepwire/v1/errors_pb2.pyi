@@ -78,6 +78,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The call carries no valid key. UNAUTHENTICATED."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 27
     """A defect of the service. The text is in its log, not in the answer. INTERNAL."""
+    ERROR_REASON_STREAM_DISPLACED: _ErrorReason.ValueType  # 28
+    """A newer step stream of the same epoch took this one's place. ABORTED."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. Every failed call carries exactly one google.rpc.ErrorInfo
@@ -142,4 +144,6 @@ ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 26
 """The call carries no valid key. UNAUTHENTICATED."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 27
 """A defect of the service. The text is in its log, not in the answer. INTERNAL."""
+ERROR_REASON_STREAM_DISPLACED: ErrorReason.ValueType  # 28
+"""A newer step stream of the same epoch took this one's place. ABORTED."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
