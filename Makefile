@@ -1,0 +1,86 @@
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := $(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
+	--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options $(UPGRADE)
+# Arguments for pytest, such as TESTS="tests/unit/loader -x".
+TESTS ?=
+
+.PHONY: help
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Stepwire needs Python 3.11 or later; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.locked: requirements/lock.txt $(VENV)/.python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/lock.txt
+	@touch $@
+
+$(VENV)/.torch: requirements/torch.txt $(VENV)/.locked
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	@touch $@
+
+$(VENV)/.project: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
+	@touch $@
+
+.PHONY: setup
+setup: $(VENV)/.project ## make .venv with everything locked, and fetch the demo model
+	@$(BIN)/python scripts/fetch_demo_model.py
+
+.PHONY: demo
+demo: setup ## serve the demo model, ask it a question, show the trace
+	@$(BIN)/python scripts/demo.py
+
+.PHONY: test
+test: setup ## the tests
+	@scripts/test_tools.sh report
+	$(BIN)/python -m pytest -q -m "not full" $(TESTS)
+
+.PHONY: test-full
+test-full: setup ## the tests with large counts and outside tools, which it installs
+	@scripts/test_tools.sh install
+	STEPWIRE_TEST_FULL=1 $(BIN)/python -m pytest -q $(TESTS)
+
+.PHONY: lint
+lint: $(VENV)/.project ## format, style, types, import directions, protos
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/python scripts/gen_protos.py --check
+
+.PHONY: protos
+protos: $(VENV)/.project ## generate stepwire/v1 from protos/
+	$(BIN)/buf format --write
+	$(BIN)/python scripts/gen_protos.py
+
+.PHONY: bench
+bench: setup ## run the benchmarks; BENCH=ready for one
+	@for file in benchmarks/$(or $(BENCH),*).py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+.PHONY: peers
+peers: ## build the engines to compare with (heavy)
+	scripts/make_peers.sh
+
+.PHONY: lock
+lock: $(VENV)/.python ## write requirements/ anew; UPGRADE=--upgrade for the newest versions
+	@[[ -x $(BIN)/pip-compile ]] || $(BIN)/python -m pip install --quiet pip-tools
+	$(LOCK) --annotation-style=line --extra dev -o requirements/lock.txt pyproject.toml requirements/torch.in
+	$(LOCK) --no-annotate -c requirements/lock.txt -o requirements/runtime.txt pyproject.toml requirements/torch.in
+
+.PHONY: clean
+clean: ## remove everything that was built here
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tests/node/node_modules
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

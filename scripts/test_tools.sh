@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# The tools beyond Python that some tests need. `report` says which tests are skipped for want
+# of them; `install` installs them (system packages only as root).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+have_node_modules() { [[ -d tests/node/node_modules/@grpc/grpc-js && -d tests/node/node_modules/@grpc/proto-loader ]]; }
+have_chromium() { command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; }
+
+report() {
+    local missing=0
+    missing() {
+        missing=1
+        echo "skipped: $1"
+    }
+    if ! command -v node >/dev/null; then
+        missing "the Node client (node is not installed)"
+    elif ! have_node_modules; then
+        missing "the Node client (tests/node/node_modules is not installed)"
+    fi
+    have_chromium || missing "pages in a browser (chromium is not installed)"
+    command -v promtool >/dev/null || missing "Prometheus' own checks (promtool is not installed)"
+    if [[ $missing == 1 ]]; then echo "\`make test-full\` installs these tools and runs those tests"; fi
+}
+
+install() {
+    if command -v npm >/dev/null && ! have_node_modules; then
+        npm --prefix tests/node install --no-audit --no-fund --no-package-lock
+    fi
+    local wanted=()
+    have_chromium || wanted+=(chromium)
+    command -v promtool >/dev/null || wanted+=(prometheus)
+    if [[ ${#wanted[@]} -gt 0 && $EUID == 0 ]] && command -v apt-get >/dev/null; then
+        apt-get update -qq
+        # Services that the packages bring are not to be started.
+        DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends "${wanted[@]}"
+    fi
+    report
+}
+
+case "${1:-}" in
+report | install) "$1" ;;
+*)
+    echo "usage: $0 report|install" >&2
+    exit 2
+    ;;
+esac
