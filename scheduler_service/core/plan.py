@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scheduler_service.core.request import FinishReason, Sequence
 
@@ -19,7 +20,7 @@ class NewSequence:
 class StepPlan:
     """What a step is to do. Entry i of each column belongs to `sequences[i]`.
 
-    `samples[i]` says whether the step samples a token of that sequence.
+    `leaders` have had their last shared prompt block planned; it is not sent.
     """
 
     step_id: int
@@ -30,7 +31,7 @@ class StepPlan:
     computed_token_counts: list[int] = field(default_factory=list)
     new_block_counts: list[int] = field(default_factory=list)
     new_block_ids: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    leaders: list[Sequence] = field(default_factory=list)
     finished_sequence_ids: list[int] = field(default_factory=list)
     preempted_sequence_ids: list[int] = field(default_factory=list)
 
@@ -38,6 +39,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return sum(self.scheduled_token_counts)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it to send."""
+        return not (self.sequences or self.finished_sequence_ids or self.preempted_sequence_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,7 @@ class StepResult:
     errors: Mapping[int, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One token to deliver, in order. `finish_reason` is set with the sequence's last one."""
 
     sequence: Sequence
@@ -63,8 +68,7 @@ class TokenEvent:
     finish_reason: FinishReason | None
 
 
-@dataclass(frozen=True, slots=True)
-class EndEvent:
+class EndEvent(NamedTuple):
     """A sequence ended without a token: cancelled, past its deadline, or failed on the worker."""
 
     sequence: Sequence

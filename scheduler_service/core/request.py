@@ -4,6 +4,8 @@ from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from enum import Enum
 
+from scheduler_service.core.prefix import KeyChain
+
 
 class SequenceState(Enum):
     """Where a sequence stands."""
@@ -53,21 +55,29 @@ class Sequence:
 
     `token_ids` are the prompt and the applied output. `computed` counts tokens whose KV is
     written by the steps sent so far; `pending` counts tokens sampled by steps sent and not yet
-    applied, which the worker already has and this process has not.
+    applied, which the worker already has and this process has not. `kv_limit` counts the tokens
+    whose KV is ever needed: all but the last one of output. `published` counts its blocks that
+    were offered to the prefix cache, `target_blocks` those that its tokens at its start need.
+    `last_step` is the last step that it is part of.
     """
 
     sequence_id: int
     index: int
     request: Request
     arrival: float
-    token_ids: list[int]
+    token_ids: ReadOnlyList[int]
+    kv_limit: int
+    keys: KeyChain
     state: SequenceState = SequenceState.WAITING
     block_ids: list[int] = field(default_factory=list)
     computed: int = 0
     pending: int = 0
-    in_flight: int = 0
+    published: int = 0
+    target_blocks: int = 0
+    last_step: int = 0
     cached: int = 0
     num_preemptions: int = 0
+    protected_until: int = 0
     finish_reason: FinishReason | None = None
 
     @property

@@ -1,0 +1,496 @@
+"""Continuous batching over paged KV blocks: what each step computes, and what its answer changes.
+
+There are no prefill and decode phases. A sequence has tokens that are known or pending, and a
+count of those whose KV is computed; each step moves the second towards the first, within a budget
+of tokens. A step is *sent* when it is planned and *applied* when it is answered; up to
+`max_in_flight` are between the two, so a plan is made before the previous step's tokens are known.
+
+The rules that make this exact are those of the design, "In flight":
+
+* Workers run steps in order, so a block freed now may be written by another sequence in any step
+  planned from now on, even while steps that still write it for the old owner are in flight.
+* A block enters the prefix cache when the step that fills it has been planned and all its token
+  ids are known; sequences of later steps may then hold it.
+* Lengths are planned exactly. A stop token is a surprise: the worker skips the sequence in the
+  steps already sent, and what they would have answered never comes.
+* A preempted sequence keeps the answers in flight and waits again after the last of them.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.deadlines import Deadlines
+from scheduler_service.core.errors import DuplicateRequest, NeverFits, QueueFull
+from scheduler_service.core.kv_blocks import BlockManager
+from scheduler_service.core.plan import EndEvent, NewSequence, StepPlan, StepResult, TokenEvent
+from scheduler_service.core.queue import WaitingQueue
+from scheduler_service.core.request import FinishReason, Request, Sequence, SequenceState
+from scheduler_service.core.stats import SchedulerStats
+
+Event = TokenEvent | EndEvent
+
+
+def _running_order(sequence: Sequence) -> tuple[int, float, int]:
+    return (-sequence.request.priority, sequence.arrival, sequence.sequence_id)
+
+
+class Scheduler:
+    """The owner of requests, queue, block pool and prefix cache. One task calls it."""
+
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.stats = SchedulerStats()
+        self._clock = clock
+        self._blocks = BlockManager(config)
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []
+        self._draining: list[Sequence] = []
+        self._in_flight: deque[StepPlan] = deque()
+        self._requests: dict[str, list[Sequence]] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._siblings: dict[int, list[Sequence]] = {}
+        self._deadlines = Deadlines()
+        self._queued_tokens = 0
+        self._finished_ids: list[int] = []
+        self._preempted_ids: list[int] = []
+        self._next_step_id = 1
+        self._next_sequence_id = 1
+
+    # What stands where.
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps sent and not applied."""
+        return len(self._in_flight)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold none: queued, held back for a sibling, or preempted."""
+        return len(self._sequences) - len(self._running)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds."""
+        return self._blocks.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Of the free blocks, those whose content the prefix cache still finds."""
+        return self._blocks.num_cached
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing lives, nothing is in flight, and the workers have been told so."""
+        return not (self._sequences or self._in_flight or self._finished_ids or self._preempted_ids)
+
+    def sequences_of(self, request_id: str) -> list[Sequence]:
+        """The live sequences of a request."""
+        return list(self._requests.get(request_id, ()))
+
+    # Requests come and go.
+
+    def add_request(self, request: Request) -> list[Sequence]:
+        """Accepts a request: its sequences wait from now on.
+
+        Raises DuplicateRequest, NeverFits or QueueFull, and then nothing has changed.
+        """
+        self._check_admissible(request)
+        prompt_len = len(request.prompt_token_ids)
+        arrival = self._clock()
+        first_id = self._next_sequence_id
+        self._next_sequence_id += request.n
+        sequences = [
+            Sequence(
+                sequence_id=first_id + index,
+                index=index,
+                request=request,
+                arrival=arrival,
+                token_ids=request.prompt_token_ids,
+                kv_limit=prompt_len + request.max_tokens - 1,
+                keys=self._blocks.key_chain(request),
+            )
+            for index in range(request.n)
+        ]
+        self._requests[request.request_id] = list(sequences)
+        self._sequences.update((sequence.sequence_id, sequence) for sequence in sequences)
+        self._queued_tokens += request.n * prompt_len
+        leader, *siblings = sequences
+        self._waiting.push(leader)
+        if siblings:
+            self._siblings[leader.sequence_id] = siblings
+            if self._blocks.num_shared_blocks(request) == 0:
+                self._release_siblings(leader)
+        if request.deadline is not None:
+            self._deadlines.add(request)
+        return sequences
+
+    def end_request(self, request_id: str, reason: FinishReason) -> list[EndEvent]:
+        """Ends what lives of a request: cancelled, or past its deadline. Unknown ids are ignored."""
+        sequences = self.sequences_of(request_id)
+        for sequence in sequences:
+            self._finish(sequence, reason)
+        return [EndEvent(sequence, reason, "") for sequence in sequences]
+
+    def end_sequence(self, sequence_id: int, reason: FinishReason) -> None:
+        """Ends one sequence that the caller knows to be complete, by a stop string. Unknown ids are ignored."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None:
+            self._finish(sequence, reason)
+
+    def expire(self) -> list[EndEvent]:
+        """Ends the requests whose deadline has passed."""
+        ended: list[EndEvent] = []
+        for request_id in self._deadlines.due(self._clock(), self._is_live):
+            ended += self.end_request(request_id, FinishReason.DEADLINE)
+        return ended
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do next, on the scheduler's clock."""
+        return self._deadlines.next(self._is_live)
+
+    # Steps.
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step, which counts as sent from now on; None when there is nothing to send."""
+        if len(self._in_flight) >= self.config.max_in_flight:
+            return None
+        plan = StepPlan(self._next_step_id)
+        self._preempt_for_priority()
+        budget = self._schedule_running(plan)
+        self._schedule_waiting(plan, budget)
+        plan.finished_sequence_ids, self._finished_ids = self._finished_ids, []
+        plan.preempted_sequence_ids, self._preempted_ids = self._preempted_ids, []
+        if plan.is_empty:
+            return None
+        self._blocks.publish_filled()
+        for leader in plan.leaders:
+            self._release_siblings(leader)
+        self._next_step_id += 1
+        self._in_flight.append(plan)
+        return plan
+
+    def apply(self, result: StepResult) -> list[Event]:
+        """Takes a step's answer, oldest step first; returns what is to be delivered, in order.
+
+        Raises ValueError, and changes nothing, when the answer is not to the oldest step in flight.
+        """
+        if not self._in_flight or self._in_flight[0].step_id != result.step_id:
+            expected = self._in_flight[0].step_id if self._in_flight else "none"
+            raise ValueError(f"the answer is to step {result.step_id}; the oldest in flight is {expected}")
+        plan = self._in_flight.popleft()
+        events: list[Event] = []
+        for sequence_id, message in result.errors.items():
+            events += self._fail_sequence(plan, sequence_id, message)
+        self._apply_tokens(result, events)
+        self._requeue_drained()
+        self.stats.count_step(plan.num_tokens, self._clock())
+        return events
+
+    def end_epoch(self) -> None:
+        """Forgets every step in flight and all KV: the running sequences wait again, as if preempted."""
+        self._in_flight.clear()
+        self._finished_ids.clear()
+        self._preempted_ids.clear()
+        self._next_step_id = 1
+        for sequence in self._running:
+            self._blocks.release(sequence)
+        again, self._running, self._draining = self._running + self._draining, [], []
+        for sequence in again:
+            sequence.pending = 0
+            self._enqueue(sequence)
+        self._blocks.forget_content()
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError when blocks leak, are held twice, or a sequence stands in two places."""
+        self._blocks.check_integrity(self._running)
+        held_back = [sequence for siblings in self._siblings.values() for sequence in siblings]
+        places = [*self._running, *self._draining, *self._waiting, *held_back]
+        if sorted(s.sequence_id for s in places) != sorted(self._sequences):
+            raise RuntimeError("the live sequences are not those that run, wait, drain or are held back, each once")
+        if sorted(s.sequence_id for rest in self._requests.values() for s in rest) != sorted(self._sequences):
+            raise RuntimeError("requests and sequences disagree")
+        if self._queued_tokens != sum(len(s.token_ids) for s in [*self._waiting, *held_back]):
+            raise RuntimeError("queued tokens are counted wrong")
+        if any(s.block_ids for s in places if s.state is not SequenceState.RUNNING):
+            raise RuntimeError("a sequence that does not run holds blocks")
+
+    # Admission.
+
+    def _check_admissible(self, request: Request) -> None:
+        config, prompt_len = self.config, len(request.prompt_token_ids)
+        if request.request_id in self._requests:
+            raise DuplicateRequest(request.request_id)
+        needed = self._blocks.num_blocks_for(prompt_len + request.max_tokens - 1)
+        if needed > config.num_blocks:
+            raise NeverFits(needed, config.num_blocks, config.num_blocks * config.block_size + 1)
+        retry_after_s = self.stats.seconds_for(self._queued_tokens)
+        if self.num_waiting + request.n > config.max_queued_requests:
+            raise QueueFull("sequences", config.max_queued_requests, retry_after_s)
+        if self._queued_tokens and self._queued_tokens + request.n * prompt_len > config.max_queued_tokens:
+            raise QueueFull("prompt tokens", config.max_queued_tokens, retry_after_s)
+
+    def _is_live(self, request: Request) -> bool:
+        sequences = self._requests.get(request.request_id)
+        return sequences is not None and sequences[0].request is request
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        """Lets a sequence wait again that has run before."""
+        self._waiting.push(sequence)
+        self._queued_tokens += len(sequence.token_ids)
+
+    # Planning.
+
+    def _schedule_running(self, plan: StepPlan) -> int:
+        """Gives each running sequence its tokens, most important first; returns the budget left."""
+        budget, blocks = self.config.max_step_tokens, self._blocks
+        for sequence in list(self._running):
+            if budget == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            num = min(len(sequence.token_ids) + sequence.pending, sequence.kv_limit) - sequence.computed
+            if num <= 0:
+                continue
+            if num > 1:
+                num = min(num, self._chunk_limit(sequence, budget))
+            missing = blocks.num_missing(sequence, num)
+            if missing > 0:
+                if not self._make_room(sequence, missing):
+                    continue
+                added = blocks.grow(sequence, missing)
+                plan.new_block_ids += added
+                plan.new_block_counts.append(len(added))
+            else:
+                plan.new_block_counts.append(0)
+            self._put(plan, sequence, num)
+            budget -= num
+        return budget
+
+    def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
+        """Starts waiting sequences in their order while budget, places and blocks allow."""
+        while budget > 0 and (sequence := self._waiting.peek()) is not None:
+            hits = self._hits_if_startable(sequence)
+            if hits is None:
+                break
+            self._start(sequence, hits)
+            num = len(sequence.token_ids) - sequence.computed
+            if num > 1:
+                num = min(num, self._chunk_limit(sequence, budget))
+            missing = self._blocks.num_missing(sequence, num)
+            if missing > 0:
+                self._blocks.grow(sequence, missing)
+            plan.new_sequences.append(NewSequence(sequence, list(sequence.token_ids), list(sequence.block_ids)))
+            plan.new_block_counts.append(0)
+            self._put(plan, sequence, num)
+            budget -= num
+
+    def _put(self, plan: StepPlan, sequence: Sequence, num: int) -> None:
+        """Puts `num` tokens of a sequence, whose blocks it holds, into the plan."""
+        known = len(sequence.token_ids) + sequence.pending
+        plan.sequences.append(sequence)
+        plan.sequence_ids.append(sequence.sequence_id)
+        plan.scheduled_token_counts.append(num)
+        plan.computed_token_counts.append(sequence.computed)
+        sequence.last_step = plan.step_id
+        self._blocks.advance(sequence, num)
+        if sequence.computed == known:
+            sequence.pending += 1
+        if self._siblings and sequence.sequence_id in self._siblings:
+            shared = self._blocks.num_shared_blocks(sequence.request) * self.config.block_size
+            if sequence.computed >= shared:
+                plan.leaders.append(sequence)
+
+    def _chunk_limit(self, sequence: Sequence, budget: int) -> int:
+        """Most prefill tokens that one sequence gets: half of what is left when another could use the rest."""
+        if not self._others_prefill(sequence):
+            return budget
+        return max(budget // 2, min(budget, self.config.block_size))
+
+    def _others_prefill(self, sequence: Sequence) -> bool:
+        if self._blocks.num_promised > self._blocks.num_owed(sequence):
+            return True
+        head = self._waiting.peek()
+        return head is not None and self._hits_if_startable(head) is not None
+
+    def _hits_if_startable(self, sequence: Sequence) -> list[int] | None:
+        """The cached prefix of a waiting sequence, or None when there is no place or too few blocks for it."""
+        if len(self._running) >= self.config.max_running:
+            return None
+        hits = self._blocks.find_prefix(sequence)
+        return None if self._blocks.num_lacking(sequence, hits) else hits
+
+    def _start(self, sequence: Sequence, hits: list[int]) -> None:
+        """Makes the next waiting sequence run, from the prefix that is cached."""
+        self._waiting.pop()
+        self._queued_tokens -= len(sequence.token_ids)
+        sequence.token_ids = list(sequence.token_ids)
+        sequence.state = SequenceState.RUNNING
+        self._blocks.start(sequence, hits)
+        if sequence.num_preemptions == 0:
+            sequence.cached = min(sequence.computed, sequence.prompt_token_count)
+        self.stats.count_prefix(len(sequence.token_ids), sequence.computed)
+        insort(self._running, sequence, key=_running_order)
+
+    # Preemption.
+
+    def _make_room(self, sequence: Sequence, num: int) -> bool:
+        """Preempts until `num` blocks are free; False when the sequence itself had to go."""
+        while self._blocks.num_free < num:
+            victim = min(self._unplanned(), key=self._preemption_cost)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _unplanned(self) -> list[Sequence]:
+        """The running sequences that the step being planned has not reached."""
+        return [sequence for sequence in self._running if sequence.last_step != self._next_step_id]
+
+    def _preempt_for_priority(self) -> None:
+        """Makes room for the next waiting sequence at the cost of running ones of lower priority, if that is enough."""
+        head = self._waiting.peek()
+        if head is None or not self._running or self._running[-1].request.priority >= head.request.priority:
+            return
+        lower = [s for s in self._running if s.request.priority < head.request.priority]
+        lacking = self._blocks.num_lacking(head, self._blocks.find_prefix(head))
+        if sum(map(self._blocks.num_released_by, lower)) < lacking:
+            return
+        while self._hits_if_startable(head) is None and lower:
+            victim = min(lower, key=self._preemption_cost)
+            lower.remove(victim)
+            self._preempt(victim)
+
+    def _preemption_cost(self, sequence: Sequence) -> tuple[int, bool, float, float]:
+        """Lowest base priority goes first; then one that has gained since its last preemption as much as
+        it lost by it; then the least recomputation for each block freed; then the youngest."""
+        freed = self._blocks.num_released_by(sequence)
+        is_protected = sequence.computed < sequence.protected_until
+        per_block = sequence.computed / freed if freed else float("inf")
+        return (sequence.request.priority, is_protected, per_block, -sequence.arrival)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a running sequence's blocks; it waits again once its answers in flight have come."""
+        self.stats.num_preemptions += 1
+        sequence.num_preemptions += 1
+        sequence.protected_until = 2 * sequence.computed
+        sequence.state = SequenceState.PREEMPTED
+        self._running.remove(sequence)
+        self._blocks.release(sequence)
+        self._preempted_ids.append(sequence.sequence_id)
+        self._draining.append(sequence)
+        self._requeue_drained()
+
+    def _requeue_drained(self) -> None:
+        """Lets the preempted sequences wait again that are in no step in flight."""
+        if not self._draining:
+            return
+        oldest = self._in_flight[0].step_id if self._in_flight else self._next_step_id
+        drained = [sequence for sequence in self._draining if sequence.last_step < oldest]
+        self._draining = [sequence for sequence in self._draining if sequence.last_step >= oldest]
+        for sequence in drained:
+            self._enqueue(sequence)
+
+    # Answers and ends.
+
+    def _apply_tokens(self, result: StepResult, events: list[Event]) -> None:
+        live, stopped, logprobs = self._sequences, result.stopped_sequence_ids, result.logprobs
+        for sequence_id, token_id in zip(result.sequence_ids, result.token_ids, strict=True):
+            sequence = live.get(sequence_id)
+            if sequence is None:
+                continue
+            token_ids = cast(list[int], sequence.token_ids)
+            token_ids.append(token_id)
+            sequence.pending -= 1
+            position = len(token_ids) - len(sequence.request.prompt_token_ids) - 1
+            reason = None
+            if sequence_id in stopped:
+                reason = FinishReason.STOP
+            elif len(token_ids) > sequence.kv_limit:
+                reason = FinishReason.LENGTH
+            events.append(TokenEvent(sequence, token_id, position, logprobs.get(sequence_id), reason))
+            if reason is not None:
+                self._finish(sequence, reason)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Takes a live sequence out of wherever it stands; its blocks are free from now on."""
+        state = sequence.state
+        sequence.state, sequence.finish_reason = SequenceState.FINISHED, reason
+        if state is SequenceState.RUNNING:
+            # The last token's own KV may never be written: of a stop token it is not.
+            publish_tokens = 0 if reason is FinishReason.ERROR else len(sequence.token_ids) - 1
+            self._running.remove(sequence)
+            self._blocks.release(sequence, publish_tokens=publish_tokens)
+            self._finished_ids.append(sequence.sequence_id)
+        elif state is SequenceState.PREEMPTED:
+            self._draining.remove(sequence)
+        else:
+            self._queued_tokens -= len(sequence.token_ids)
+            if not self._drop_sibling(sequence):
+                self._waiting.note_departure()
+        del self._sequences[sequence.sequence_id]
+        rest = self._requests[sequence.request.request_id]
+        rest.remove(sequence)
+        if not rest:
+            del self._requests[sequence.request.request_id]
+        if sequence.sequence_id in self._siblings:
+            self._release_siblings(sequence)
+
+    def _release_siblings(self, leader: Sequence) -> None:
+        """Lets the siblings of a leader wait in the queue: what they share is computed, or never will be."""
+        for sibling in self._siblings.pop(leader.sequence_id, ()):
+            self._waiting.push(sibling)
+
+    def _drop_sibling(self, sequence: Sequence) -> bool:
+        """Takes a held-back sequence away from its leader; False when it is not held back."""
+        for siblings in self._siblings.values():
+            if sequence in siblings:
+                siblings.remove(sequence)
+                return True
+        return False
+
+    def _fail_sequence(self, plan: StepPlan, sequence_id: int, message: str) -> list[Event]:
+        """Ends a sequence that failed in a step, and restarts those that share what it failed to write."""
+        if sequence_id not in plan.sequence_ids:
+            return []
+        index = plan.sequence_ids.index(sequence_id)
+        sequence, good = plan.sequences[index], plan.computed_token_counts[index]
+        spoiled = self._blocks.unpublish(sequence, good)
+        is_live = sequence_id in self._sequences
+        if is_live:
+            self._finish(sequence, FinishReason.ERROR)
+        # Whoever holds a spoiled block started after this step, so the steps in flight name it.
+        for later in self._in_flight:
+            for new in later.new_sequences:
+                if not spoiled.isdisjoint(new.block_ids):
+                    self._restart(new.sequence, good)
+        return [EndEvent(sequence, FinishReason.ERROR, message)] if is_live else []
+
+    def _restart(self, sequence: Sequence, num_good_tokens: int) -> None:
+        """Preempts a sequence that computed over spoiled blocks; its answers in flight are void.
+
+        A new id makes them void: answers to unknown ids are ignored. What the sequence published
+        itself rests on the spoiled blocks and goes too.
+        """
+        self._blocks.unpublish(sequence, num_good_tokens)
+        if sequence.state is SequenceState.RUNNING:
+            self._preempt(sequence)
+        if sequence.state is not SequenceState.PREEMPTED:
+            return
+        siblings = self._siblings.pop(sequence.sequence_id, None)
+        del self._sequences[sequence.sequence_id]
+        sequence.sequence_id = self._next_sequence_id
+        self._next_sequence_id += 1
+        self._sequences[sequence.sequence_id] = sequence
+        if siblings is not None:
+            self._siblings[sequence.sequence_id] = siblings
+        sequence.pending = 0
+        self._draining.remove(sequence)
+        self._enqueue(sequence)

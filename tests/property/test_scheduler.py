@@ -1,0 +1,178 @@
+"""Long random histories: whatever happens, each request ends once, with the tokens of an undisturbed run."""
+
+import os
+from collections import deque
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.errors import NeverFits, QueueFull
+from scheduler_service.core.plan import EndEvent, StepPlan
+from scheduler_service.core.request import FinishReason, Request, Sequence
+from scheduler_service.core.scheduler import Event, Scheduler
+from tests.support.model_worker import ModelWorker, undisturbed
+
+STOP_ONE_IN = 12
+NUM_OPERATIONS = 200_000 if os.environ.get("STEPWIRE_FULL") else 20_000
+STEPS_PER_EXAMPLE = 100
+
+
+class SchedulerHistory(RuleBasedStateMachine):
+    """Drives a scheduler and a worker that checks every plan and computes with real slot contents."""
+
+    @initialize(
+        num_blocks=st.integers(4, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_running=st.integers(1, 6),
+        extra_tokens=st.integers(0, 20),
+        prefix_caching=st.booleans(),
+        max_in_flight=st.integers(1, 3),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_running: int,
+        extra_tokens: int,
+        prefix_caching: bool,
+        max_in_flight: int,
+    ) -> None:
+        self.now = 0.0
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_running=max_running,
+                max_step_tokens=max_running + extra_tokens,
+                prefix_caching=prefix_caching,
+                max_in_flight=max_in_flight,
+                max_queued_requests=40,
+            ),
+            clock=lambda: self.now,
+        )
+        self.worker = ModelWorker(num_blocks, block_size, STOP_ONE_IN)
+        self.sent: deque[StepPlan] = deque()
+        self.live: dict[Sequence, list[int]] = {}
+        self.num_requests = 0
+
+    @rule(
+        stem=st.integers(0, 2),
+        length=st.integers(1, 30),
+        max_tokens=st.integers(1, 20),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        priority=st.sampled_from([0, 0, 0, 1, 2]),
+        patience=st.one_of(st.none(), st.integers(1, 20)),
+    )
+    def add(self, stem: int, length: int, max_tokens: int, n: int, priority: int, patience: int | None) -> None:
+        # Prompts of one stem share prefixes of every length.
+        prompt = [1 + (stem * 7 + i * i) % 40 for i in range(length)]
+        request = Request(
+            request_id=f"r{self.num_requests}",
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            n=n,
+            priority=priority,
+            deadline=None if patience is None else self.now + patience,
+        )
+        self.num_requests += 1
+        try:
+            sequences = self.scheduler.add_request(request)
+        except (NeverFits, QueueFull):
+            assert not self.scheduler.sequences_of(request.request_id)
+            return
+        self.live.update({sequence: [] for sequence in sequences})
+
+    @rule()
+    def send(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.sent.append(plan)
+
+    @precondition(lambda self: self.sent)
+    @rule(fail=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 5)))
+    def answer(self, fail: int | None) -> None:
+        plan = self.sent.popleft()
+        self.deliver(self.scheduler.apply(self.worker.execute(plan, fail)))
+        self.now += 1
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(sorted(self.live, key=lambda s: s.sequence_id)))
+        self.deliver(self.scheduler.end_request(sequence.request.request_id, FinishReason.CANCELLED))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def find_stop_string(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(sorted(self.live, key=lambda s: s.sequence_id)))
+        self.scheduler.end_sequence(sequence.sequence_id, FinishReason.STOP)
+        del self.live[sequence]
+
+    @rule()
+    def expire(self) -> None:
+        due = self.scheduler.next_deadline()
+        events = self.scheduler.expire()
+        assert bool(events) == (due is not None and due <= self.now)
+        self.deliver(events)
+
+    @rule()
+    def lose_worker(self) -> None:
+        self.scheduler.end_epoch()
+        self.worker.restart()
+        self.sent.clear()
+
+    def deliver(self, events: list[Event]) -> None:
+        for event in events:
+            sequence = event.sequence
+            output = self.live[sequence]
+            if isinstance(event, EndEvent):
+                del self.live[sequence]
+                continue
+            assert event.position == len(output), "a position was skipped or came twice"
+            output.append(event.token_id)
+            if event.finish_reason is not None:
+                request = sequence.request
+                whole = undisturbed(
+                    list(request.prompt_token_ids), sequence.index, request.max_tokens, stop_one_in=STOP_ONE_IN
+                )
+                assert output == whole
+                del self.live[sequence]
+
+    @invariant()
+    def is_sound(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
+        assert self.scheduler.num_running <= self.scheduler.config.max_running
+        assert self.scheduler.num_in_flight == len(self.sent)
+
+    def teardown(self) -> None:
+        """Everything that is left runs to its end within a bounded number of steps, and nothing leaks."""
+        if not hasattr(self, "scheduler"):
+            return
+        limit = 50 + 40 * sum(len(s.request.prompt_token_ids) + s.request.max_tokens for s in self.live)
+        while self.live or self.sent:
+            limit -= 1
+            assert limit > 0, "no progress"
+            self.send()
+            if self.sent:
+                self.answer(None)
+        self.send()
+        if self.sent:
+            self.answer(None)
+        assert self.scheduler.is_idle
+        assert self.scheduler.num_free_blocks == self.scheduler.config.num_blocks
+        assert not self.worker.sequences
+
+
+TestSchedulerHistory = SchedulerHistory.TestCase
+TestSchedulerHistory.settings = settings(
+    max_examples=NUM_OPERATIONS // STEPS_PER_EXAMPLE,
+    stateful_step_count=STEPS_PER_EXAMPLE,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
