@@ -1,0 +1,23 @@
+"""The runtime's own error; a checkpoint that cannot be used is loader.errors.CheckpointError."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class RuntimeFailure(Exception):
+    """The runtime cannot do what it was asked for.
+
+    `code` is one of "device_unavailable", "out_of_memory", "unsupported" (a setting or model that
+    this version cannot serve), "invalid" (a number out of its range, or a call out of its phase),
+    "cancelled" (by the caller) and "device_failed" (the device can no longer be trusted).
+    `message` says what was needed, what there was and which setting to change; `metadata` repeats
+    the variable parts for programs.
+    """
+
+    code: str
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message

@@ -1,0 +1,49 @@
+"""What the runtime reports of itself: plain values between rpc/ and the runtime."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """Where a worker stands; the numbers are those of worker.proto."""
+
+    STARTING = 1
+    INITIALISED = 2
+    LOADED = 3
+    CACHED = 4
+    READY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """The device. On a CPU the memory is what this process's control group allows. Bytes."""
+
+    device: str
+    device_name: str
+    total_memory_bytes: int
+    free_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSummary:
+    """What was loaded; see LoadSummary in worker.proto."""
+
+    fingerprint: str
+    architecture: str
+    weight_bytes: int
+    dtype: str
+    kv_bytes_per_token: int
+    vocab_size: int
+    max_position_count: int
+    already_loaded: bool
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """What the KV cache may use; see DetermineAvailableMemoryResponse in worker.proto. Bytes."""
+
+    available_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    limit_bytes: int
