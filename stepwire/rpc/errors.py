@@ -7,15 +7,21 @@ retry makes sense.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from stepwire.v1.errors_pb2 import ErrorReason
 
 DOMAIN = "stepwire"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+# gRPC begins to refuse metadata above 8 KiB, and the message is in it twice.
+_MAX_MESSAGE_BYTES = 1000
+_MAX_METADATA_BYTES = 250
 
 _CODES: Mapping[str, grpc.StatusCode] = {
     "FIELD_OUT_OF_RANGE": grpc.StatusCode.INVALID_ARGUMENT,
@@ -63,6 +69,10 @@ class StepwireError(Exception):
     metadata: Mapping[str, str] = field(default_factory=dict)
     retry_after_s: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.reason not in _CODES:
+            raise ValueError(f"{self.reason!r} is not the name of an ErrorReason")
+
     def __str__(self) -> str:
         return self.message
 
@@ -74,18 +84,21 @@ class StepwireError(Exception):
 
 def known_reasons() -> frozenset[str]:
     """The reasons of errors.proto, without prefix."""
-    return frozenset(name.removeprefix("ERROR_REASON_") for name in ErrorReason.keys()) - {"UNSPECIFIED"}
+    names = ErrorReason.DESCRIPTOR.values_by_name
+    return frozenset(name.removeprefix("ERROR_REASON_") for name in names) - {"UNSPECIFIED"}
 
 
 def to_status(error: StepwireError) -> status_pb2.Status:
-    """The wire form of an error."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=dict(error.metadata))
+    """The wire form of an error; texts that would not fit into a call's trailers are cut."""
+    metadata = {key: _shortened(value, _MAX_METADATA_BYTES) for key, value in error.metadata.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
     details = [_pack(info)]
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(int(error.retry_after_s * 1000))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-    return status_pb2.Status(code=error.code.value[0], message=error.message, details=details)
+    message = _shortened(error.message, _MAX_MESSAGE_BYTES)
+    return status_pb2.Status(code=error.code.value[0], message=message, details=details)
 
 
 def from_rpc_error(error: grpc.RpcError) -> StepwireError:
@@ -96,10 +109,10 @@ def from_rpc_error(error: grpc.RpcError) -> StepwireError:
     """
     code: grpc.StatusCode = error.code()
     text: str = error.details() or code.name
-    for key, value in error.trailing_metadata() or ():
+    for entry in error.trailing_metadata() or ():
+        key, value = cast(tuple[str, bytes], entry)
         if key == STATUS_DETAILS_KEY:
-            status = status_pb2.Status.FromString(value)
-            parsed = _from_details(status)
+            parsed = _from_details(value)
             if parsed is not None:
                 return parsed
     return StepwireError(_REASON_OF_CODE.get(code, "INTERNAL"), text, {"grpc_code": code.name})
@@ -118,18 +131,28 @@ _REASON_OF_CODE: Mapping[grpc.StatusCode, str] = {
 }
 
 
-def _from_details(status: status_pb2.Status) -> StepwireError | None:
+def _from_details(serialised: bytes) -> StepwireError | None:
     info = error_details_pb2.ErrorInfo()
     retry = error_details_pb2.RetryInfo()
     found, retry_after_s = False, None
-    for detail in status.details:
-        if detail.Is(info.DESCRIPTOR):
-            detail.Unpack(info)
-            found = info.domain == DOMAIN and info.reason in _CODES
-        elif detail.Is(retry.DESCRIPTOR):
-            detail.Unpack(retry)
-            retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+    try:
+        status = status_pb2.Status.FromString(serialised)
+        for detail in status.details:
+            if detail.Is(info.DESCRIPTOR):
+                detail.Unpack(info)
+                found = info.domain == DOMAIN and info.reason in _CODES
+            elif detail.Is(retry.DESCRIPTOR):
+                detail.Unpack(retry)
+                retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+    except DecodeError:  # Not Stepwire's, whatever it is.
+        return None
     return StepwireError(info.reason, status.message, dict(info.metadata), retry_after_s) if found else None
+
+
+def _shortened(text: str, max_bytes: int) -> str:
+    # What cannot be encoded (a lone surrogate) must not turn one error into another.
+    encoded = text.encode(errors="replace")
+    return encoded.decode() if len(encoded) <= max_bytes else f"{encoded[:max_bytes].decode(errors='ignore')}…"
 
 
 def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> any_pb2.Any:

@@ -1,0 +1,208 @@
+"""Server interceptors: tracing outermost, then the key, then errors.
+
+Each replaces a handler by one coroutine around it. A streaming handler's messages are written from
+the innermost coroutine, so that the ones around it cost nothing for a message, however many there
+are. It also means that a stream that ends early closes its handler's generator at once, instead of
+leaving that to the garbage collector: a handler cleans up in `finally`, and sees CancelledError
+where it awaits or GeneratorExit where it yields.
+"""
+
+import asyncio
+import hmac
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from hashlib import sha256
+from typing import Any, TypeAlias
+
+import grpc
+import structlog
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, TracerProvider
+
+from stepwire.rpc.errors import STATUS_DETAILS_KEY, StepwireError, to_status
+from stepwire.telemetry import names
+from stepwire.telemetry.trace import context_from_metadata, current_span, end_rpc_span, get_tracer, traceparent
+
+# Whatever the call's shape: (request or request iterator, context) -> response, or None once all are written.
+Behaviour = Callable[[Any, Any], Awaitable[Any]]
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]"
+
+_HEALTH_PREFIX = "/grpc.health.v1.Health/"
+
+# gRPC rounds a deadline up by as much as 1 % on its way, so the client's passes this much before ours.
+_DEADLINE_SLACK = 0.011
+_DEADLINE_SLACK_S = 0.02
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class TracingInterceptor(grpc.aio.ServerInterceptor):
+    """A SERVER span for each call, with the right status however the call ends.
+
+    Inside a handler the span is the current one. Calls of `names.POLLED_METHODS` get a span only
+    when the caller sent a trace context.
+    """
+
+    def __init__(self, tracer_provider: TracerProvider | None) -> None:
+        self._tracer = get_tracer(tracer_provider)
+
+    async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> Any:
+        """Wraps the call's handler in a span."""
+        handler = await continuation(details)
+        behaviour = _behaviour_of(handler)
+        method = details.method.lstrip("/")
+        parent = context_from_metadata(details.invocation_metadata)
+        if handler is None or behaviour is None or (not parent and method in names.POLLED_METHODS):
+            return handler
+        attributes = {names.RPC_SYSTEM: "grpc", names.RPC_METHOD: method}
+
+        async def traced(request: Any, context: Any) -> Any:
+            span = self._tracer.start_span(method, parent, kind=SpanKind.SERVER, attributes=attributes)
+            token = otel_context.attach(trace.set_span_in_context(span, parent))
+            timeout_s = context.time_remaining()
+            code, text = grpc.StatusCode.UNKNOWN, ""
+            try:
+                response = await behaviour(request, context)
+                code, text = _status_set(context)
+                return response
+            except grpc.aio.AbortError:
+                code, text = _status_set(context)
+                raise
+            except (asyncio.CancelledError, grpc.aio.InternalError):
+                # InternalError: a message could not be written because the client is gone.
+                code = _why_ended(timeout_s, context.time_remaining())
+                raise
+            except Exception as error:
+                text = repr(error)
+                raise
+            finally:
+                otel_context.detach(token)
+                end_rpc_span(span, code, text)
+
+        return _rebuild(handler, traced)
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without `authorization: Bearer <key>`; health checks need no key."""
+
+    def __init__(self, key: str) -> None:
+        self._digest = _digest(f"Bearer {key}")
+
+    async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> Any:
+        """Replaces the call's handler by a refusal, unless the key is right."""
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(_HEALTH_PREFIX) or self._accepts(details):
+            return handler
+        return _rebuild(handler, _refuse)
+
+    def _accepts(self, details: grpc.HandlerCallDetails) -> bool:
+        values = [value for key, value in details.invocation_metadata or () if key == "authorization"]
+        # Digests, so that not even the key's length shows in the time taken.
+        return len(values) == 1 and hmac.compare_digest(_digest(values[0]), self._digest)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what a handler raises into a status with details.
+
+    StepwireError becomes its own status. Anything else is a defect: INTERNAL without its text,
+    which goes to the log, once, with the traceback.
+    """
+
+    async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> Any:
+        """Wraps the call's handler."""
+        handler = await continuation(details)
+        behaviour = _behaviour_of(handler)
+        if handler is None or behaviour is None:
+            return handler
+
+        async def guarded(request: Any, context: Any) -> Any:
+            try:
+                return await behaviour(request, context)
+            except (grpc.aio.AbortError, grpc.aio.InternalError):
+                raise
+            except Exception as error:
+                await abort(context, _public_error(error, details.method))
+
+        return _rebuild(handler, guarded)
+
+
+async def abort(context: Any, error: StepwireError) -> None:
+    """Ends a call with an error. Always raises.
+
+    Not by `abort_with_status`: that one leaves no code in the context for the span to show.
+    """
+    status = to_status(error)
+    await context.abort(error.code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+
+
+def _public_error(error: Exception, method: str) -> StepwireError:
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:  # What a TaskGroup raises.
+        error = error.exceptions[0]
+    if isinstance(error, StepwireError):
+        return error
+    current_span().record_exception(error)
+    _log.error("handler_failed", method=method.lstrip("/"), exc_info=error)
+    context = traceparent(current_span())
+    metadata = {"trace_id": context.split("-")[1]} if context else {}
+    return StepwireError("INTERNAL", "internal error; the service's log has its cause", metadata)
+
+
+async def _refuse(_request: Any, context: Any) -> None:
+    message = "the call carries no valid key: send it as metadata `authorization: Bearer <key>`"
+    await abort(context, StepwireError("UNAUTHENTICATED", message))
+
+
+def _behaviour_of(handler: "_Handler | None") -> Behaviour | None:
+    """A handler's function as a coroutine function; None for one that is not asynchronous."""
+    if handler is None:
+        return None
+    function: Any = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+    if inspect.isasyncgenfunction(function):
+        return _writing_all(function)
+    return function if inspect.iscoroutinefunction(function) else None
+
+
+def _writing_all(generator_function: Callable[[Any, Any], Any]) -> Behaviour:
+    async def write_all(request: Any, context: Any) -> None:
+        write = context.write
+        async with aclosing(generator_function(request, context)) as responses:
+            async for response in responses:
+                await write(response)
+
+    return write_all
+
+
+def _rebuild(handler: _Handler, behaviour: Behaviour) -> _Handler:
+    build: Any
+    if handler.response_streaming:
+        build = (
+            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+        )
+    else:
+        build = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+    rebuilt: _Handler = build(behaviour, handler.request_deserializer, handler.response_serializer)
+    return rebuilt
+
+
+def _status_set(context: Any) -> tuple[grpc.StatusCode, str]:
+    code = context.code()  # An integer, or 0 or None for a call that is fine.
+    for known in grpc.StatusCode:
+        if known.value[0] == code or known is code:
+            return known, context.details() or ""
+    return grpc.StatusCode.OK, ""
+
+
+def _why_ended(timeout_s: float | None, remaining_s: float | None) -> grpc.StatusCode:
+    if timeout_s is None or remaining_s is None:
+        return grpc.StatusCode.CANCELLED
+    is_late = remaining_s <= timeout_s * _DEADLINE_SLACK + _DEADLINE_SLACK_S
+    return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
+
+
+def _digest(value: str | bytes) -> bytes:
+    return sha256(value.encode() if isinstance(value, str) else value).digest()

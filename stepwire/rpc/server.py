@@ -1,0 +1,112 @@
+"""Builds a gRPC server: options, interceptors, health, reflection, port."""
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from opentelemetry.trace import TracerProvider
+
+from stepwire.rpc.interceptors import AuthInterceptor, ErrorInterceptor, TracingInterceptor
+
+
+class BindError(OSError):
+    """A server cannot listen on the address asked for; the text names it, the cause and the remedy."""
+
+
+class AddressInUse(BindError):
+    """Another process listens on the address asked for."""
+
+
+class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1 for a fixed set of services, each NOT_SERVING at first."""
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        super().__init__()
+        # The base class starts as serving; there must be no moment at which a service that is not ready says it is.
+        self._server_status = dict.fromkeys(["", *service_names], health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def set_all(self, *, serving: bool) -> None:
+        """Sets the status of every service, "" included."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in list(self._server_status):
+            await self.set(name, status)
+
+
+def create_server(
+    *, tracer_provider: TracerProvider | None, max_message_bytes: int, key: str | None = None
+) -> grpc.aio.Server:
+    """A server whose handlers may raise StepwireError and have a SERVER span each.
+
+    `max_message_bytes` bounds messages in both directions. With `key` every call but health checks
+    must carry it. Needs a running event loop.
+    """
+    interceptors: list[grpc.aio.ServerInterceptor] = [TracingInterceptor(tracer_provider)]
+    if key is not None:
+        interceptors.append(AuthInterceptor(key))
+    interceptors.append(ErrorInterceptor())
+    return grpc.aio.server(interceptors=interceptors, options=_options(max_message_bytes))
+
+
+def add_standard_services(server: grpc.aio.Server, service_names: Sequence[str]) -> HealthServicer:
+    """Adds grpc.health.v1 and reflection.
+
+    Every service of `service_names` ("stepwire.v1.InferenceService") and "" start as NOT_SERVING;
+    `await servicer.set(name, status)` and `await servicer.set_all(serving=...)` change that.
+    """
+    servicer = HealthServicer(service_names)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    return servicer
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Makes the server listen on an address, in the clear; port 0 takes a free one.
+
+    Returns the port. Raises AddressInUse, or BindError for an address that cannot be listened on
+    for another reason.
+    """
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise _bind_error(host, port, address)
+    return bound
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # Two servers on one port would share its calls between them; the second must fail.
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # How often a client may ping. The often-copied `min_recv_ping_interval_without_data_ms` is ignored by gRPC.
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ]
+
+
+def _bind_error(host: str, port: int, address: str) -> BindError:
+    """gRPC does not say why; the operating system does."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            if os.name != "nt":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+            probe.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            text = f"{address} is in use by another process: stop it, or choose another port with --port"
+            return AddressInUse(errno.EADDRINUSE, text)
+        text = f"cannot listen on {address}: {error.strerror or error}; choose another address with --host and --port"
+        return BindError(error.errno or 0, text)
+    return BindError(0, f"cannot listen on {address}; choose another address with --host and --port")

@@ -1,0 +1,99 @@
+"""Names of spans, attributes and events: the one place where they are spelled.
+
+RPC names follow OpenTelemetry's RPC conventions 1.44, GenAI names the conventions of
+semantic-conventions-genai 0.1. Both still move, which is why nothing is imported from a package.
+"""
+
+from typing import Final
+
+# Services, as they stand in `service.name`.
+SERVICE_CLIENT: Final = "stepwire-client"
+SERVICE_SCHEDULER: Final = "stepwire-scheduler"
+SERVICE_WORKER: Final = "stepwire-worker"
+
+# Spans of a request. The request's own span is named by `request_span_name`.
+SPAN_QUEUE: Final = "queue"
+SPAN_PREFILL: Final = "prefill"
+SPAN_DECODE: Final = "decode"
+SPAN_WORKER_PREFILL: Final = "worker.prefill"
+SPAN_WORKER_DECODE: Final = "worker.decode"
+
+# Spans of a start; each phase's span is named `startup.<phase>`.
+SPAN_STARTUP: Final = "startup"
+
+# Values of gen_ai.operation.name.
+OPERATION_TEXT_COMPLETION: Final = "text_completion"
+OPERATION_CHAT: Final = "chat"
+
+# RPC attributes.
+RPC_SYSTEM: Final = "rpc.system.name"
+RPC_METHOD: Final = "rpc.method"
+RPC_STATUS: Final = "rpc.response.status_code"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+ERROR_TYPE: Final = "error.type"
+
+# GenAI attributes.
+GEN_AI_OPERATION: Final = "gen_ai.operation.name"
+GEN_AI_PROVIDER: Final = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+GEN_AI_REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+GEN_AI_REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+GEN_AI_REQUEST_SEED: Final = "gen_ai.request.seed"
+GEN_AI_REQUEST_CHOICES: Final = "gen_ai.request.choice.count"
+GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
+GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+GEN_AI_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
+GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+PROVIDER_STEPWIRE: Final = "stepwire"
+
+# Stepwire's own attributes.
+REQUEST_ID: Final = "stepwire.request_id"
+REQUEST_PRIORITY: Final = "stepwire.priority"
+SEQUENCE_ID: Final = "stepwire.sequence_id"
+SEQUENCE_INDEX: Final = "stepwire.sequence_index"
+EPOCH: Final = "stepwire.epoch"
+STEP_ID: Final = "stepwire.step_id"
+FIRST_STEP_ID: Final = "stepwire.first_step_id"
+LAST_STEP_ID: Final = "stepwire.last_step_id"
+NUM_STEPS: Final = "stepwire.num_steps"
+NUM_TOKENS: Final = "stepwire.num_tokens"
+NUM_PREEMPTIONS: Final = "stepwire.num_preemptions"
+PHASE: Final = "stepwire.phase"
+RANK: Final = "stepwire.rank"
+WORKER: Final = "stepwire.worker"
+DEVICE: Final = "stepwire.device"
+MODEL_PATH: Final = "stepwire.model_path"
+FORWARD_S: Final = "stepwire.forward_s"
+
+# Events.
+EVENT_FIRST_TOKEN: Final = "first_token"
+EVENT_PREEMPTED: Final = "preempted"
+EVENT_RESUMED: Final = "resumed"
+EVENT_PREFIX_CACHE_HIT: Final = "prefix_cache_hit"
+EVENT_WORKER_LOST: Final = "worker_lost"
+
+# Calls that are made all the time: traced only for a caller that sends a trace context.
+POLLED_METHODS: Final = frozenset(
+    {
+        "grpc.health.v1.Health/Check",
+        "grpc.health.v1.Health/Watch",
+        "grpc.health.v1.Health/List",
+        "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        "stepwire.v1.WorkerService/GetStatus",
+    }
+)
+
+
+def request_span_name(operation: str, model: str) -> str:
+    """The name of a request's INTERNAL span, such as "chat SmolLM2"."""
+    return f"{operation} {model}"
+
+
+def startup_span_name(phase: str) -> str:
+    """The name of the span of one start phase, such as "startup.load_model"."""
+    return f"{SPAN_STARTUP}.{phase}"
