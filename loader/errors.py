@@ -1,4 +1,4 @@
-"""The one error of the loader."""
+"""The errors of the loader."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,3 +22,14 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}; {self.remedy}"
+
+
+class LoadCancelled(Exception):
+    """A load ended because its caller asked for it; what it had read is dropped."""
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file that the operating system would not give us."""
+    code = "not_found" if isinstance(error, FileNotFoundError) else "invalid"
+    reason = error.strerror or str(error)
+    return CheckpointError(code, f"{path} cannot be read: {reason}", "check the path and its permissions", file=path)

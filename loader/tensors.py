@@ -1,0 +1,50 @@
+"""Where tensors lie, and which part of one a rank wants. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One stored tensor, under its Hugging Face name.
+
+    `dtype` is the storage type as its format spells it ("BF16", "F32", "Q4_1"); `shape` is in the Hugging Face
+    order (rows first); `offset` counts from the start of the file. `rotary_heads` is set where rows of a rotary
+    projection are stored pairwise (llama GGUF): the number of heads to undo it by.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    num_bytes: int
+    stored_name: str
+    rotary_heads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """The part `[start, stop)` along `dim` of the tensor `name`; all of it when `dim` is None.
+
+    `shape` is the shape of the whole tensor, which the checkpoint must agree with.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+    stop: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dim is None:
+            return
+        if self.dim not in range(len(self.shape)) or not 0 <= self.start <= self.stop <= self.shape[self.dim]:
+            raise ValueError(f"slice {self.start}:{self.stop} along {self.dim} is outside {self.name} {self.shape}")
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
