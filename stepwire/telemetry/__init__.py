@@ -1,0 +1,1 @@
+"""Tracing and logging: `setup`, `trace`, `logs`, and every name in `names`."""

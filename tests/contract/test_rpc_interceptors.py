@@ -1,7 +1,7 @@
 """What a server's calls look like to clients and in traces, over real gRPC, however they end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace import StatusCode as SpanStatus
@@ -84,10 +84,20 @@ class Probe:
         )
 
 
+class Exporter(InMemorySpanExporter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.exported = asyncio.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.exported.set()
+        return super().export(spans)
+
+
 class Rig:
     """A server with a probe, a channel to it, and the spans that it ended."""
 
-    def __init__(self, channel: grpc.aio.Channel, exporter: InMemorySpanExporter, server: grpc.aio.Server) -> None:
+    def __init__(self, channel: grpc.aio.Channel, exporter: Exporter, server: grpc.aio.Server) -> None:
         self.channel = channel
         self.exporter = exporter
         self.server = server
@@ -110,15 +120,14 @@ class Rig:
 
     async def span(self) -> ReadableSpan:
         async with asyncio.timeout(5):
-            while not self.exporter.get_finished_spans():
-                await asyncio.sleep(0.005)
+            await self.exporter.exported.wait()
         (span,) = self.exporter.get_finished_spans()
         return span
 
 
 @asynccontextmanager
 async def running(probe: Probe, *, server_key: str | None = None, key: str | None = None) -> AsyncIterator[Rig]:
-    exporter = InMemorySpanExporter()
+    exporter = Exporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     server = create_server(tracer_provider=provider, max_message_bytes=1 << 20, key=server_key)

@@ -1,0 +1,100 @@
+"""Logging: one format for structlog's records and those of the standard library."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from stepwire.telemetry.trace import current_span_context
+
+LogFormat = Literal["auto", "json", "pretty"]
+
+# These write a record for each span or batch that a dead collector loses; the exporter's own one says it once.
+_NOISY = ("opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace.export")
+
+
+def configure_logging(
+    *, format: LogFormat = "auto", level: str = "info", service: str, stream: TextIO | None = None
+) -> None:
+    """Sends all log records of this process to `stream` (standard error by default).
+
+    "json" writes one object a line; "pretty" is for people; "auto" is pretty on a terminal only.
+    Every record has time, level, service, logger, and trace_id, span_id and request_id where they
+    are known: bind the latter by `structlog.contextvars`. Replaces an earlier configuration.
+    Raises ValueError for a level that does not exist.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ValueError(f"log level {level!r} is none of debug, info, warning, error, critical")
+    stream = stream or sys.stderr
+    is_pretty = format == "pretty" or (format == "auto" and stream.isatty())
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+        _add_trace_ids,
+        _AddService(service),
+    ]
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *_renderers(is_pretty=is_pretty, colors=stream.isatty()),
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(number)
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _renderers(*, is_pretty: bool, colors: bool) -> Sequence[Processor]:
+    if is_pretty:
+        return [structlog.dev.ConsoleRenderer(colors=colors, timestamp_key="time", pad_event_to=0)]
+    return [
+        structlog.processors.format_exc_info,
+        structlog.processors.EventRenamer("message"),
+        structlog.processors.JSONRenderer(ensure_ascii=False, default=str),
+    ]
+
+
+class _AddService:
+    def __init__(self, service: str) -> None:
+        self._service = service
+
+    def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        event.setdefault("service", self._service)
+        return event
+
+
+def _add_trace_ids(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    context = current_span_context()
+    if context.is_valid and "trace_id" not in event:
+        event["trace_id"] = f"{context.trace_id:032x}"
+        event["span_id"] = f"{context.span_id:016x}"
+    return event
+
+
+def bind_request(**fields: Any) -> None:
+    """Adds fields such as request_id to every later record of this task and the tasks that it starts."""
+    structlog.contextvars.bind_contextvars(**fields)
