@@ -1,0 +1,1 @@
+"""The checks of `stepwire doctor`. Each one is quick, starts nothing and changes nothing."""

@@ -1,0 +1,100 @@
+"""What `stepwire serve` does: checks, plans the child processes, and supervises them."""
+
+import asyncio
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+from pydantic import BaseModel
+
+from loader.checkpoint import open_checkpoint
+from scheduler_service.settings import SchedulerSettings
+from stepwire.cli.field_specs import field_specs
+from stepwire.cli.health_check import wait_until_serving
+from stepwire.cli.settings_groups import GROUPS
+from stepwire.cli.settings_options import CONFIG_VARIABLE, Settings
+from stepwire.supervisor.child import ChildSpec
+from stepwire.supervisor.ports import check_free, free_port
+from stepwire.supervisor.settings import SupervisorSettings
+from stepwire.supervisor.supervisor import Supervisor
+from worker_service.settings import WorkerSettings
+
+_LOOPBACK = "127.0.0.1"
+# What a scheduler needs beyond its shutdown_timeout to close connections and send its last spans.
+_SCHEDULER_EXIT_S = 10.0
+
+
+def serve_here(settings: Settings) -> int:
+    """Serves until a signal comes or a child ends. Returns the exit status.
+
+    Raises CheckpointError and AddressInUse before anything is started.
+    """
+    started = time.monotonic()
+    scheduler, worker, supervisor = plan(settings)
+    check_free(scheduler.host, scheduler.port)
+    open_checkpoint(Path(scheduler.model))
+    log_path = Path(supervisor.log_dir) / f"worker-0.{scheduler.port}.log"
+    _say(f"worker 0 logs to {log_path}")
+    return asyncio.run(
+        Supervisor(
+            child_spec("scheduler", "scheduler", scheduler),
+            [child_spec("worker 0", "worker", worker, log_path)],
+            drain_s=scheduler.shutdown_timeout + _SCHEDULER_EXIT_S,
+            report=_say,
+        ).run(lambda: _announce(scheduler, started))
+    )
+
+
+def plan(settings: Settings) -> tuple[SchedulerSettings, WorkerSettings, SupervisorSettings]:
+    """The settings of each process. Free ports are chosen here, so that all can start at once."""
+    supervisor = settings.build(SupervisorSettings)
+    # Only these two processes need it, and without one any user of this machine could command the worker.
+    key = settings.raw("cluster_key") or secrets.token_urlsafe(32)
+    worker = settings.build(WorkerSettings, host=_LOOPBACK, port=free_port(), cluster_key=key)
+    asked = settings.build(SchedulerSettings, workers=[f"{_LOOPBACK}:{worker.port}"], cluster_key=key)
+    chosen = {
+        "model": str(Path(asked.model).expanduser().absolute()),
+        "port": asked.port or free_port(asked.host),
+    }
+    return asked.model_copy(update=chosen), worker, supervisor
+
+
+def child_spec(name: str, command: str, values: BaseModel, log_path: Path | None = None) -> ChildSpec:
+    """How to start one service with just these settings, whatever the environment says."""
+    arguments: list[str] = []
+    environment = without_settings(os.environ)
+    for spec in field_specs(type(values)).values():
+        value = getattr(values, spec.name)
+        if value == spec.default:
+            continue
+        if spec.secret:
+            # A command line can be read by every user of the machine.
+            environment[spec.variable] = str(value)
+        elif isinstance(value, bool):
+            arguments.append(spec.flag if value else f"--no-{spec.flag[2:]}")
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            arguments.append(f"{spec.flag}={text}")
+    return ChildSpec(name, (sys.executable, "-m", "stepwire.cli.main", command, *arguments), environment, log_path)
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment less every variable that is a setting."""
+    settings = {spec.variable for group in GROUPS.values() for spec in group.specs.values()} | {CONFIG_VARIABLE}
+    return {name: value for name, value in environ.items() if name not in settings}
+
+
+async def _announce(scheduler: SchedulerSettings, started: float) -> None:
+    host = _LOOPBACK if scheduler.host in ("0.0.0.0", "::") else scheduler.host
+    target = f"[{host}]:{scheduler.port}" if ":" in host else f"{host}:{scheduler.port}"
+    await wait_until_serving(target)
+    _say(f"ready after {time.monotonic() - started:.1f} s on {target}")
+    _say(f'try: stepwire generate --target {target} --chat "What is the capital of France?"')
+
+
+def _say(text: str) -> None:
+    click.echo(f"stepwire serve: {text}", err=True)

@@ -1,0 +1,39 @@
+"""Which settings each command takes."""
+
+from collections.abc import Mapping, Sequence
+
+from pydantic import BaseModel
+
+from scheduler_service.settings import SchedulerSettings
+from stepwire.cli.field_specs import FieldSpec, field_specs
+from stepwire.supervisor.settings import SupervisorSettings
+from worker_service.settings import WorkerSettings
+
+
+class SettingsGroup:
+    """The settings that one command takes: fields of one or more models, in one flat name space.
+
+    A field that several models have is one setting, described as the first of them describes it.
+    """
+
+    def __init__(self, name: str, fields: Mapping[type[BaseModel], Sequence[str]]) -> None:
+        self.name = name
+        self.specs: dict[str, FieldSpec] = {}
+        for model, names in fields.items():
+            specs = field_specs(model)
+            for field in names:
+                self.specs.setdefault(field, specs[field])
+
+
+SCHEDULER = SettingsGroup("scheduler", {SchedulerSettings: list(SchedulerSettings.model_fields)})
+WORKER = SettingsGroup("worker", {WorkerSettings: list(WorkerSettings.model_fields)})
+# `serve` finds ports and addresses for its workers itself.
+SERVE = SettingsGroup(
+    "serve",
+    {
+        SchedulerSettings: [name for name in SchedulerSettings.model_fields if name != "workers"],
+        WorkerSettings: ["device", "threads", "memory_fraction", "kv_cache_bytes"],
+        SupervisorSettings: list(SupervisorSettings.model_fields),
+    },
+)
+GROUPS: Mapping[str, SettingsGroup] = {group.name: group for group in (SERVE, SCHEDULER, WORKER)}

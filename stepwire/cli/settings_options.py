@@ -1,0 +1,162 @@
+"""Settings from flag, `STEPWIRE_*` variable and file, in this order, and where each one came from."""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from stepwire.cli.config_file import read_config_file
+from stepwire.cli.errors import SettingsError
+from stepwire.cli.field_specs import FieldSpec, parse_bytes
+from stepwire.cli.settings_groups import GROUPS, SettingsGroup
+
+CONFIG_VARIABLE = "STEPWIRE_CONFIG"
+MASK = "********"
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from; `name` is the flag, the variable or the key and its file."""
+
+    kind: Literal["flag", "variable", "file", "default"]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value as it was given, not yet checked, and where it came from."""
+
+    value: object
+    origin: Origin
+
+
+class Settings:
+    """The settings of one run of a command."""
+
+    def __init__(self, group: SettingsGroup, given: Mapping[str, Setting]) -> None:
+        self.group = group
+        self._given = given
+
+    def origin(self, name: str) -> Origin:
+        """Where a setting came from."""
+        given = self._given.get(name)
+        return given.origin if given else Origin("default", "default")
+
+    def raw(self, name: str) -> object:
+        """A setting as it was given, or its default."""
+        given = self._given.get(name)
+        return given.value if given else self.group.specs[name].default
+
+    def build(self, model: type[Model], /, **fixed: object) -> Model:
+        """The checked settings of one model; `fixed` wins. Raises SettingsError naming each wrong value's source."""
+        data = {name: given.value for name, given in self._given.items() if name in model.model_fields}
+        try:
+            return model(**{**data, **fixed})
+        except ValidationError as error:
+            lines = [self._problem(details) for details in error.errors(include_url=False, include_context=False)]
+            raise SettingsError("\n".join(dict.fromkeys(lines))) from error
+
+    def _problem(self, details: ErrorDetails) -> str:
+        name = str(details["loc"][0]) if details["loc"] else ""
+        spec = self.group.specs.get(name)
+        text = details["msg"].removeprefix("Value error, ")
+        if spec is None:
+            return f"{name}: {text}" if name else text
+        if details["type"] == "missing":
+            return f"{name} is not set: give {spec.flag}, {spec.variable} or {name} in the settings file"
+        return _refusal(spec, self.origin(name), self.raw(name))
+
+
+def settings_options(group: SettingsGroup) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds the group's options to a command, whose function gets a `Settings` as its first argument."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, config: str | None, **options: Any) -> Any:
+            flags = {name: options.pop(name) for name in group.specs}
+            return function(gather(group, flags, os.environ, config), *args, **options)
+
+        command: Callable[..., Any] = wrapper
+        for spec in reversed(group.specs.values()):
+            command = _option(spec)(command)
+        help_text = f"TOML file with settings. [{CONFIG_VARIABLE}]"
+        return click.option("--config", metavar="FILE", type=click.Path(dir_okay=False), help=help_text)(command)
+
+    return decorate
+
+
+def gather(
+    group: SettingsGroup, flags: Mapping[str, object], environ: Mapping[str, str], config: str | None
+) -> Settings:
+    """Collects what was given for each setting. Raises SettingsError for a file that cannot be used.
+
+    In `flags`, None and the empty tuple mean that an option was not given.
+    """
+    path = config or environ.get(CONFIG_VARIABLE)
+    known = {name: each.specs for name, each in {**GROUPS, group.name: group}.items()}
+    in_file = read_config_file(Path(path), group.name, known) if path else {}
+    given: dict[str, Setting] = {}
+    for name, spec in group.specs.items():
+        flag = flags.get(name)
+        if flag is not None and flag != ():
+            shown = f"--no-{spec.flag[2:]}" if flag is False else spec.flag
+            given[name] = Setting(_convert(spec, flag, Origin("flag", shown)), Origin("flag", shown))
+        elif environ.get(spec.variable):
+            origin = Origin("variable", spec.variable)
+            given[name] = Setting(_convert(spec, environ[spec.variable], origin), origin)
+        elif name in in_file:
+            origin = Origin("file", in_file[name].where)
+            given[name] = Setting(_convert(spec, in_file[name].value, origin), origin)
+    return Settings(group, given)
+
+
+def shown(spec: FieldSpec, value: object) -> object:
+    """A value as it may be shown: secrets masked."""
+    return MASK if spec.secret and value is not None else value
+
+
+def _convert(spec: FieldSpec, value: object, origin: Origin) -> object:
+    if spec.kind == "list" and isinstance(value, str | tuple):
+        parts = [value] if isinstance(value, str) else value
+        return [item.strip() for part in parts for item in str(part).split(",") if item.strip()]
+    if isinstance(value, bool) and spec.kind != "switch":
+        raise SettingsError(_refusal(spec, origin, value))
+    if spec.kind == "bytes" and isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise SettingsError(_refusal(spec, origin, value)) from error
+    return value
+
+
+def _refusal(spec: FieldSpec, origin: Origin, value: object) -> str:
+    return f"{origin.name}: {shown(spec, value)!r} is not allowed; {spec.name} is {spec.allowed}"
+
+
+def _option(spec: FieldSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    default = _default_text(spec)
+    help_text = f"{spec.description} [{spec.variable}{'; ' + default if default else ''}]"
+    if spec.kind == "switch":
+        names = f"{spec.flag}/--no-{spec.flag[2:]}"
+        return click.option(names, spec.name, default=None, help=help_text)
+    metavar = "[" + "|".join(spec.choices) + "]" if spec.choices else spec.kind.upper()
+    multiple = spec.kind == "list"
+    return click.option(spec.flag, spec.name, metavar=metavar, multiple=multiple, help=help_text)
+
+
+def _default_text(spec: FieldSpec) -> str:
+    if spec.required:
+        return "required"
+    if spec.default is None or spec.default == []:
+        return ""
+    if isinstance(spec.default, list):
+        return ",".join(map(str, spec.default))
+    return {True: "on", False: "off"}[spec.default] if isinstance(spec.default, bool) else str(spec.default)

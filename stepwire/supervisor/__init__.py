@@ -1,0 +1,1 @@
+"""Starts scheduler and workers on this machine as its children, and ends them together."""

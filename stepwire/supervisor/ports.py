@@ -1,0 +1,28 @@
+"""Ports on this machine: whether one is free, and which one is."""
+
+import errno
+import socket
+
+from stepwire.rpc.server import AddressInUse
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listened on a moment ago."""
+    with socket.create_server((host, 0), family=_family(host)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises AddressInUse when somebody listens on the address. Other troubles are left to the service to report."""
+    try:
+        # With SO_REUSEADDR, as gRPC does: connections that a former listener left in TIME_WAIT do not count.
+        socket.create_server((host, port), family=_family(host)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            text = f"{host}:{port} is in use by another process: stop it, or choose another port with --port"
+            raise AddressInUse(errno.EADDRINUSE, text) from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,144 @@
+from pathlib import Path
+from typing import Literal
+
+import click
+import pytest
+from click.testing import CliRunner
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from stepwire.cli.errors import SettingsError
+from stepwire.cli.settings_groups import SCHEDULER, SERVE, WORKER, SettingsGroup
+from stepwire.cli.settings_options import Origin, Settings, gather, settings_options
+from worker_service.settings import WorkerSettings
+
+
+class Example(BaseModel):
+    """Settings of a command that does not exist."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(min_length=1, description="What to serve.")
+    port: int = Field(default=50051, ge=0, le=65535, description="Where to listen.")
+    cache: bool = Field(default=True, description="Whether to cache.")
+    cache_bytes: int | None = Field(default=None, ge=1, description="How much to cache.")
+    workers: list[str] = Field(default=["a:1"], description="Who works.")
+    log_level: Literal["debug", "info"] = Field(default="info", description="What to log.")
+    cluster_key: str | None = Field(default=None, min_length=8, repr=False, description="A secret.")
+
+    @model_validator(mode="after")
+    def _guard(self) -> "Example":
+        if self.port == 666:
+            raise ValueError("port 666 needs a cluster_key")
+        return self
+
+
+GROUP = SettingsGroup("worker", {Example: list(Example.model_fields)})
+
+
+def settings(
+    flags: dict[str, object] | None = None, environ: dict[str, str] | None = None, config: Path | None = None
+) -> Settings:
+    return gather(GROUP, {"model": "m", **(flags or {})}, environ or {}, str(config) if config else None)
+
+
+def refusal(**kwargs: object) -> str:
+    with pytest.raises(SettingsError) as raised:
+        settings(**kwargs).build(Example)  # type: ignore[arg-type]
+    assert raised.value.exit_code == 2
+    return str(raised.value.message)
+
+
+def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text("port = 3\n")
+    variable = {"STEPWIRE_PORT": "2"}
+    cases = [
+        (settings({"port": "1"}, variable, path), 1, Origin("flag", "--port")),
+        (settings({}, variable, path), 2, Origin("variable", "STEPWIRE_PORT")),
+        (settings({}, {}, path), 3, Origin("file", f"port in {path}")),
+        (settings({}, {"STEPWIRE_CONFIG": str(path)}), 3, Origin("file", f"port in {path}")),
+        (settings(), 50051, Origin("default", "default")),
+    ]
+    for given, value, origin in cases:
+        assert given.build(Example).port == value
+        assert given.origin("port") == origin
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert settings({}, {"STEPWIRE_PORT": ""}).origin("port").kind == "default"
+
+
+def test_every_kind_from_text() -> None:
+    environ = {
+        "STEPWIRE_CACHE": "off",
+        "STEPWIRE_CACHE_BYTES": "2k",
+        "STEPWIRE_WORKERS": "b:1, c:2",
+        "STEPWIRE_LOG_LEVEL": "debug",
+    }
+    built = settings({}, environ).build(Example)
+    assert (built.cache, built.cache_bytes, built.workers, built.log_level) == (False, 2048, ["b:1", "c:2"], "debug")
+
+
+def test_list_flags_add_up() -> None:
+    assert settings({"workers": ("b:1,c:2", "d:3")}).build(Example).workers == ["b:1", "c:2", "d:3"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "expected"),
+    [
+        ({"port": "70000"}, {}, "--port: '70000' is not allowed; port is an integer from 0 to 65535"),
+        ({"port": "80x"}, {}, "--port: '80x' is not allowed; port is an integer from 0 to 65535"),
+        ({}, {"STEPWIRE_CACHE": "perhaps"}, "STEPWIRE_CACHE: 'perhaps' is not allowed; cache is true or false"),
+        ({}, {"STEPWIRE_CACHE_BYTES": "2q"}, "STEPWIRE_CACHE_BYTES: '2q' is not allowed; cache_bytes is a size"),
+        ({"log_level": "loud"}, {}, "--log-level: 'loud' is not allowed; log_level is one of debug, info"),
+        ({"port": "666"}, {}, "port 666 needs a cluster_key"),
+        ({"model": None}, {}, "model is not set: give --model, STEPWIRE_MODEL or model in the settings file"),
+    ],
+)
+def test_a_refusal_names_the_source_and_what_is_allowed(
+    flags: dict[str, object], environ: dict[str, str], expected: str
+) -> None:
+    assert expected in refusal(flags=flags, environ=environ)
+
+
+def test_a_refusal_of_the_file_names_key_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text("port = true\n")
+    assert refusal(config=path) == f"port in {path}: True is not allowed; port is an integer from 0 to 65535"
+    path.write_text("[worker]\ncache_bytes = -5\n")
+    assert refusal(config=path).startswith(f"[worker] cache_bytes in {path}: -5 is not allowed")
+
+
+def test_all_refusals_come_at_once() -> None:
+    assert len(refusal(flags={"port": "-1", "log_level": "loud"}).splitlines()) == 2
+
+
+def test_a_secret_is_not_shown_in_its_refusal() -> None:
+    text = refusal(environ={"STEPWIRE_CLUSTER_KEY": "hunter2"})
+    assert "STEPWIRE_CLUSTER_KEY" in text
+    assert "hunter2" not in text
+
+
+def test_fixed_values_win_and_other_models_fields_are_left_out() -> None:
+    given = gather(SERVE, {"model": "m", "port": "99", "threads": "2"}, {}, None)
+    built = given.build(WorkerSettings, host="127.0.0.1", port=7)
+    assert (built.port, built.threads) == (7, 2)
+
+
+def test_options_reach_the_command_and_are_in_its_help() -> None:
+    @click.command()
+    @settings_options(GROUP)
+    def command(given: Settings) -> None:
+        click.echo(given.build(Example).model_dump_json())
+
+    arguments = ["--model", "m", "--no-cache", "--workers", "x:1", "--workers", "y:2", "--cache-bytes", "1k"]
+    done = CliRunner().invoke(command, arguments)
+    assert '"cache":false,"cache_bytes":1024,"workers":["x:1","y:2"]' in done.output
+    help_text = CliRunner().invoke(command, ["--help"]).output
+    for expected in ("--model TEXT", "STEPWIRE_PORT; 50051", "--cache / --no-cache", "[debug|info]", "--config FILE"):
+        assert expected in help_text
+
+
+def test_serve_takes_every_setting_of_the_scheduler_but_its_workers() -> None:
+    assert set(SCHEDULER.specs) - set(SERVE.specs) == {"workers"}
+    assert set(WORKER.specs) - set(SERVE.specs) == {"model_roots", "scheduler_timeout"}
