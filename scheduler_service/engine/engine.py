@@ -1,0 +1,358 @@
+"""The engine: one model served by one worker group, from a checked call to a stream of events."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import structlog
+from opentelemetry.trace import Tracer
+from opentelemetry.util.types import AttributeValue
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.plan import StepResult
+from scheduler_service.core.request import Request
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.engine.group import WorkerGroup
+from scheduler_service.engine.live import LiveRequest
+from scheduler_service.engine.loop import StepLoop
+from scheduler_service.engine.start import StartedGroup
+from scheduler_service.engine.template import ChatTemplate
+from scheduler_service.engine.tokens import Tokens
+from scheduler_service.engine.tracing import RequestTrace
+from scheduler_service.engine.validate import Checked, Validator
+from scheduler_service.engine.values import (
+    ChatPrompt,
+    Event,
+    GenerateInput,
+    ModelInfo,
+    Prompt,
+    Started,
+    TextPrompt,
+    TokenPrompt,
+)
+from stepwire.rpc.errors import StepwireError
+from stepwire.telemetry import names
+
+_RETRY_AFTER_S = 1.0
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class EngineState(Enum):
+    """How the engine stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model's facts and its text side. The engine closes `tokens` and `template`."""
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    tokens: Tokens
+    template: ChatTemplate | None
+
+
+class Engine:
+    """Serves one model. Exists before its workers do: calls are then refused as not ready."""
+
+    def __init__(self, model_name: str, tracer: Tracer) -> None:
+        self.model_name = model_name
+        self.failed: asyncio.Future[StepwireError] = asyncio.get_running_loop().create_future()
+        self._tracer = tracer
+        self._state = EngineState.STARTING
+        self._failure: StepwireError | None = None
+        self._model: ServedModel | None = None
+        self._info = ModelInfo(model_name, EngineState.STARTING.value)
+        self._validator: Validator | None = None
+        self._loop: StepLoop | None = None
+        self._group: WorkerGroup | None = None
+        self._num_admitting = 0
+        self._num_calls = 0
+        self._no_calls = asyncio.Event()
+        self._no_calls.set()
+
+    # Its life.
+
+    async def begin(
+        self, model: ServedModel, started: StartedGroup, config: SchedulerConfig, *, step_timeout_s: float
+    ) -> None:
+        """Serves a model on workers that are ready. Raises StepwireError when their step streams cannot be opened."""
+        group = WorkerGroup(
+            started.ranks,
+            started.epoch,
+            step_timeout_s=step_timeout_s,
+            on_result=self._take_result,
+            on_failure=self.fail,
+        )
+        loop = StepLoop(Scheduler(config, time.monotonic), group, model.tokens.detokenizer, self._defect)
+        self._model, self._group, self._loop = model, group, loop
+        await group.open()
+        loop.start()
+        self._validator = Validator(model.vocab_size, model.max_model_len, model.eos_token_ids)
+        self._info = ModelInfo(
+            name=self.model_name,
+            state=EngineState.READY.value,
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            dtype=started.summary.dtype,
+            eos_token_ids=model.eos_token_ids,
+            has_chat_template=model.template is not None,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+        )
+        self._state = EngineState.READY
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no new requests; waits until those that run are delivered, but no longer than that, then ends them."""
+        if self._state is not EngineState.FAILED:
+            self._state = EngineState.DRAINING
+        try:
+            await asyncio.wait_for(self._no_calls.wait(), timeout_s)
+        except TimeoutError:
+            _log.warning("drain_timeout", requests=self._num_calls, seconds=timeout_s)
+            if self._loop is not None:
+                self._loop.end_all(_draining())
+
+    def fail(self, error: StepwireError) -> None:
+        """Ends every request with the cause; nothing is served any more."""
+        if self._state is EngineState.FAILED:
+            return
+        self._state, self._failure = EngineState.FAILED, error
+        if self._loop is not None:
+            self._loop.end_all(error)
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    async def close(self) -> None:
+        """Ends loop, group and helpers. Requests must have ended."""
+        if self._loop is not None:
+            await self._loop.close()
+        if self._group is not None:
+            await self._group.close()
+        if self._model is not None:
+            self._model.tokens.close()
+            if self._model.template is not None:
+                await self._model.template.close()
+
+    # How it stands.
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are taken, the step loop goes round, and the workers are heard of."""
+        if self._state is not EngineState.READY or self._loop is None or self._group is None:
+            return False
+        return self._loop.is_alive and self._group.is_alive
+
+    def model_info(self, name: str = "") -> ModelInfo:
+        """The model and how it stands. Raises MODEL_NOT_FOUND for another name."""
+        self._check_model(name)
+        info = replace(self._info, state=self._state.value)
+        if self._loop is None:
+            return info
+        scheduler = self._loop.scheduler
+        return replace(
+            info,
+            num_free_blocks=scheduler.num_free_blocks,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+        )
+
+    # What clients call.
+
+    async def tokenize(self, model: str, prompt: Prompt | None) -> list[int]:
+        """The token ids that `generate` would see."""
+        self._check_model(model)
+        _, validator, served = self._require_model()
+        validator.check_prompt(prompt)
+        return await self._token_ids(served, prompt)
+
+    async def detokenize(self, model: str, token_ids: list[int], *, keep_special_tokens: bool) -> str:
+        """The text of token ids."""
+        self._check_model(model)
+        _, _, served = self._require_model()
+        return await served.tokens.decode(token_ids, keep_special_tokens=keep_special_tokens)
+
+    async def generate(self, call: GenerateInput) -> AsyncGenerator[Event, None]:
+        """Continues a prompt: Started, then Outputs, then Finished. Raises StepwireError.
+
+        Closing the iterator, or cancelling the task that awaits it, frees what the request holds.
+        """
+        self._check_model(call.model)
+        arrival = time.monotonic()
+        operation = names.OPERATION_CHAT if isinstance(call.prompt, ChatPrompt) else names.OPERATION_TEXT_COMPLETION
+        trace = RequestTrace(self._tracer, operation, self.model_name)
+        request_id = call.request_id or secrets.token_hex(16)
+        live: LiveRequest | None = None
+        error: StepwireError | None = StepwireError("CANCELLED", "the client went away")
+        self._num_calls += 1
+        self._no_calls.clear()
+        try:
+            self._require_open()
+            live, seed = await self._admit(call, request_id, trace, arrival)
+            yield Started(request_id, seed, self.model_name, len(live.request.prompt_token_ids))
+            while (output := await live.stream.get()) is not None:
+                yield output
+            error = None
+            yield live.finished()
+        except StepwireError as raised:
+            error = raised
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            if call.deadline_s is not None and time.monotonic() - arrival >= call.deadline_s:
+                error = StepwireError("DEADLINE_EXCEEDED", "the deadline passed before the request was finished")
+            raise
+        except Exception as defect:
+            error = StepwireError("INTERNAL", repr(defect))
+            raise
+        finally:
+            if live is not None and self._loop is not None:
+                self._loop.end(live)
+            self._num_calls -= 1
+            if self._num_calls == 0:
+                self._no_calls.set()
+            self._note_end(request_id, trace, live, error)
+
+    # Admission.
+
+    async def _admit(
+        self, call: GenerateInput, request_id: str, trace: RequestTrace, arrival: float
+    ) -> tuple[LiveRequest, int]:
+        loop, validator, served = self._require_model()
+        checked = validator.check(call)
+        self._check_queue(loop, checked.n)
+        self._num_admitting += checked.n
+        try:
+            token_ids = await self._token_ids(served, call.prompt)
+        finally:
+            self._num_admitting -= checked.n
+        self._require_open()
+        max_tokens = validator.max_tokens(len(token_ids), checked)
+        trace.describe(request_id, checked.sampling, checked.n, max_tokens)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            max_tokens=max_tokens,
+            n=checked.n,
+            priority=call.priority,
+            deadline=None if call.deadline_s is None else arrival + call.deadline_s,
+            sampling=checked.sampling,
+            trace=trace.traceparent,
+        )
+        live = _live_request(request, checked, trace, arrival)
+        loop.submit(live)
+        trace.accepted(request)
+        return live, checked.sampling.seed
+
+    def _check_queue(self, loop: StepLoop, n: int) -> None:
+        """Refuses at once what the queue has no place for, before the work of tokenizing it."""
+        scheduler = loop.scheduler
+        limit = scheduler.config.max_queued_requests
+        if scheduler.num_waiting + self._num_admitting + n > limit:
+            raise StepwireError(
+                "QUEUE_FULL",
+                f"the queue is full: {limit} sequences wait; try again in {_RETRY_AFTER_S:g} s",
+                {"limit": str(limit), "what": "sequences"},
+                _RETRY_AFTER_S,
+            )
+
+    async def _token_ids(self, served: ServedModel, prompt: Prompt | None) -> list[int]:
+        if isinstance(prompt, TokenPrompt):
+            served.tokens.check_ids(prompt.token_ids, "token_ids")
+            return list(prompt.token_ids)
+        if isinstance(prompt, TextPrompt):
+            return await served.tokens.encode(prompt.text, add_special_tokens=True)
+        if isinstance(prompt, ChatPrompt):
+            if served.template is None:
+                raise StepwireError(
+                    "CHAT_TEMPLATE_MISSING",
+                    "the checkpoint has no chat template; send text or token_ids instead of messages",
+                    {"model": self.model_name},
+                )
+            text = await served.template.render(prompt.messages)
+            # The template writes the special tokens itself.
+            return await served.tokens.encode(text, add_special_tokens=False)
+        raise StepwireError("FIELD_INVALID", "the prompt is missing", {"field": "prompt"})
+
+    # Refusals.
+
+    def _check_model(self, name: str) -> None:
+        if name and name != self.model_name:
+            raise StepwireError(
+                "MODEL_NOT_FOUND",
+                f"no model {name[:256]!r} is served; {self.model_name!r} is",
+                {"model": name[:256], "served": self.model_name},
+            )
+
+    def _require_open(self) -> None:
+        if self._state is EngineState.STARTING:
+            raise _not_ready()
+        if self._state is EngineState.DRAINING:
+            raise _draining()
+        if self._state is EngineState.FAILED:
+            raise self._failure or _not_ready()
+
+    def _require_model(self) -> tuple[StepLoop, Validator, ServedModel]:
+        if self._loop is None or self._validator is None or self._model is None:
+            raise _not_ready()
+        return self._loop, self._validator, self._model
+
+    def _take_result(self, result: StepResult) -> None:
+        if self._loop is not None:
+            self._loop.take_result(result)
+
+    def _defect(self, error: BaseException) -> None:
+        self.fail(StepwireError("INTERNAL", f"the step loop failed: {error!r}; its log has the cause"))
+
+    def _note_end(
+        self, request_id: str, trace: RequestTrace, live: LiveRequest | None, error: StepwireError | None
+    ) -> None:
+        """The request's last log line and the end of its span."""
+        fields: dict[str, object] = {"request_id": request_id, "model": self.model_name}
+        attributes: dict[str, AttributeValue] = {names.GEN_AI_RESPONSE_MODEL: self.model_name}
+        if live is not None:
+            reasons = [live.finish_reasons[i].value for i in sorted(live.finish_reasons)]
+            fields |= {
+                "prompt_tokens": len(live.request.prompt_token_ids),
+                "output_tokens": live.num_output_tokens,
+                "cached_tokens": live.num_cached_tokens,
+                "finish_reasons": reasons,
+                "queue_s": round(live.queue_s, 4),
+                "seconds": round(time.monotonic() - live.arrival, 4),
+            }
+            if live.first_token_at is not None:
+                fields["ttft_s"] = round(live.first_token_at - live.arrival, 4)
+            attributes[names.GEN_AI_OUTPUT_TOKENS] = live.num_output_tokens
+            attributes[names.GEN_AI_CACHED_TOKENS] = live.num_cached_tokens
+            attributes[names.GEN_AI_RESPONSE_FINISH_REASONS] = reasons
+        trace.end(error, attributes)
+        if error is None:
+            _log.info("request_finished", **fields)
+        elif error.reason == "CANCELLED":
+            _log.info("request_cancelled", **fields)
+        else:
+            _log.info("request_failed", reason=error.reason, error=error.message, **fields)
+
+
+def _live_request(request: Request, checked: Checked, trace: RequestTrace, arrival: float) -> LiveRequest:
+    return LiveRequest(request, checked.stops, checked.sampling.min_tokens, trace, arrival)
+
+
+def _not_ready() -> StepwireError:
+    text = "the model is not ready: its workers are being started; try again"
+    return StepwireError("MODEL_NOT_READY", text, retry_after_s=_RETRY_AFTER_S)
+
+
+def _draining() -> StepwireError:
+    text = "the service is shutting down and takes no new requests; try another replica"
+    return StepwireError("DRAINING", text, retry_after_s=_RETRY_AFTER_S)

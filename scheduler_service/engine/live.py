@@ -1,0 +1,43 @@
+"""A request while it lives: what the step loop and the client's call share."""
+
+import time
+from dataclasses import dataclass, field
+
+from scheduler_service.core.request import FinishReason, Request
+from scheduler_service.engine.output import OutputStream
+from scheduler_service.engine.stop import StopStrings
+from scheduler_service.engine.tracing import RequestTrace
+from scheduler_service.engine.values import Finished
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One accepted request. Times are monotonic seconds."""
+
+    request: Request
+    stops: StopStrings | None
+    min_tokens: int
+    trace: RequestTrace
+    arrival: float
+    stream: OutputStream = field(default_factory=OutputStream)
+    is_closed: bool = False
+    num_live: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    first_step_at: float | None = None
+    first_token_at: float | None = None
+    finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
+
+    @property
+    def queue_s(self) -> float:
+        """Time from arrival to the first step, in seconds; until now when there was none."""
+        return (self.first_step_at or time.monotonic()) - self.arrival
+
+    def finished(self) -> Finished:
+        """The last event."""
+        return Finished(
+            prompt_token_count=len(self.request.prompt_token_ids),
+            output_token_count=self.num_output_tokens,
+            cached_token_count=self.num_cached_tokens,
+            queue_s=self.queue_s,
+        )

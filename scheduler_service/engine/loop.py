@@ -1,0 +1,263 @@
+"""The step loop: the one owner of the scheduler.
+
+Everything here runs on the event loop, and the scheduler is only ever called between two awaits, so
+its state needs no lock. A step is planned as soon as the scheduler allows another one in flight; what
+an answer holds for clients is made into text elsewhere.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import structlog
+
+from scheduler_service.core.errors import DuplicateRequest, NeverFits, QueueFull
+from scheduler_service.core.plan import EndEvent, StepPlan, StepResult, TokenEvent
+from scheduler_service.core.request import FinishReason
+from scheduler_service.core.request import Sequence as SchedulerSequence
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.engine.detokenize import Detokenizer
+from scheduler_service.engine.live import LiveRequest
+from scheduler_service.engine.output import Delivery, SequenceText, TextPipeline, Work
+from scheduler_service.engine.stop import StopFinder
+from scheduler_service.engine.values import Output
+from stepwire.rpc.errors import StepwireError
+
+TICK_S = 0.5
+_STALLED_AFTER_S = 5.0
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class StepSink(Protocol):
+    """Where steps go."""
+
+    async def send(self, plan: StepPlan) -> None:
+        """Sends a step. Does not raise: a lost worker is reported elsewhere."""
+
+
+class StepLoop:
+    """Plans, sends and applies steps, and tells the requests' streams what came of them.
+
+    `on_defect` is called when the loop itself fails: every request must then be ended.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        sink: StepSink,
+        detokenizer: Detokenizer,
+        on_defect: Callable[[BaseException], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._sink = sink
+        self._detokenizer = detokenizer
+        self._on_defect = on_defect
+        self._texts: dict[SchedulerSequence, SequenceText] = {}
+        self._live: dict[str, LiveRequest] = {}
+        self._results: deque[StepResult] = deque()
+        self._work: list[Work] = []
+        self._wake = asyncio.Event()
+        self._pipeline = TextPipeline(self._deliver)
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at: float | None = None
+        self._beat_at = time.monotonic()
+
+    # How it stands.
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For its counts; nobody else changes it."""
+        return self._scheduler
+
+    @property
+    def num_live(self) -> int:
+        """Requests that live."""
+        return len(self._live)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the loop has lately gone round."""
+        is_running = self._task is not None and not self._task.done()
+        return is_running and time.monotonic() - self._beat_at < _STALLED_AFTER_S
+
+    # Its life.
+
+    def start(self) -> None:
+        """Begins to run."""
+        self._beat_at = time.monotonic()
+        self._task = asyncio.create_task(self._run_guarded(), name="step loop")
+
+    async def close(self) -> None:
+        """Stops. Requests that live get no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._pipeline.close()
+
+    # What others ask of it.
+
+    def submit(self, live: LiveRequest) -> None:
+        """Lets a request wait. Raises StepwireError when it is refused; then nothing has changed."""
+        try:
+            sequences = self._scheduler.add_request(live.request)
+        except NeverFits as error:
+            metadata = {"needed_blocks": str(error.needed_blocks), "num_blocks": str(error.num_blocks)}
+            raise StepwireError("PROMPT_TOO_LONG", str(error), metadata) from None
+        except QueueFull as error:
+            metadata = {"limit": str(error.limit), "what": error.what}
+            raise StepwireError("QUEUE_FULL", str(error), metadata, error.retry_after_s) from None
+        except DuplicateRequest as error:
+            raise StepwireError("REQUEST_ALREADY_EXISTS", str(error), {"request_id": error.request_id}) from None
+        live.num_live = len(sequences)
+        self._live[live.request.request_id] = live
+        for sequence in sequences:
+            finder = None if live.stops is None else StopFinder(live.stops, live.min_tokens)
+            decoder = self._detokenizer.sequence(live.request.prompt_token_ids)
+            self._texts[sequence] = SequenceText(sequence, decoder, finder)
+        self._wake.set()
+
+    def end(self, live: LiveRequest, error: StepwireError | None = None) -> None:
+        """Ends a request from outside; its blocks are free with the next step. Harmless when it has ended."""
+        if live.is_closed:
+            return
+        reason = FinishReason.CANCELLED if error is None else FinishReason.ERROR
+        for event in self._scheduler.end_request(live.request.request_id, reason):
+            self._texts.pop(event.sequence, None)
+        self._close_request(live, error)
+
+    def end_all(self, error: StepwireError) -> None:
+        """Ends every request with an error."""
+        for live in list(self._live.values()):
+            self.end(live, error)
+
+    def take_result(self, result: StepResult) -> None:
+        """Takes what a worker answered to the oldest step in flight."""
+        self._results.append(result)
+        self._wake.set()
+
+    # The loop.
+
+    async def _run_guarded(self) -> None:
+        try:
+            while True:
+                await self._turn()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            _log.exception("step_loop_failed")
+            self._on_defect(error)
+
+    async def _turn(self) -> None:
+        """Once round: take what has come, send what can be sent, then sleep until something happens."""
+        self._wake.clear()
+        self._beat_at = time.monotonic()
+        while self._results:
+            self._note_events(self._scheduler.apply(self._results.popleft()))
+        self._note_events(self._scheduler.expire())
+        while (plan := self._scheduler.schedule()) is not None:
+            self._note_plan(plan)
+            await self._sink.send(plan)
+        if self._work:
+            self._pipeline.submit(self._work)
+            self._work = []
+        self._set_timer()
+        await self._wake.wait()
+
+    def _set_timer(self) -> None:
+        """Wakes the loop at the next deadline, or in half a second as a sign of life."""
+        deadline = self._scheduler.next_deadline()
+        now = time.monotonic()
+        delay_s = TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - now) + 0.001)
+        if self._timer_at is not None and now < self._timer_at <= now + delay_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = now + delay_s
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
+
+    def _note_plan(self, plan: StepPlan) -> None:
+        """Writes down who starts, resumes and is preempted with a step."""
+        for new in plan.new_sequences:
+            live = self._live.get(new.sequence.request.request_id)
+            if live is None:
+                continue
+            if live.first_step_at is None:
+                live.first_step_at = time.monotonic()
+                live.num_cached_tokens = new.sequence.cached
+                live.trace.started(new.sequence.cached)
+            if new.sequence.num_preemptions:
+                live.trace.resumed(new.sequence.index)
+        if plan.preempted_sequence_ids:
+            self._note_preempted(frozenset(plan.preempted_sequence_ids))
+
+    def _note_preempted(self, sequence_ids: frozenset[int]) -> None:
+        for sequence in self._texts:
+            if sequence.sequence_id in sequence_ids:
+                self._live[sequence.request.request_id].trace.preempted(sequence.index)
+
+    def _note_events(self, events: Iterable[TokenEvent | EndEvent]) -> None:
+        """Puts what an answer holds for clients behind what is to be made into text."""
+        texts = self._texts
+        for event in events:
+            if isinstance(event, TokenEvent):
+                text = texts.get(event.sequence)
+                if text is None:
+                    continue
+                if event.finish_reason is not None:
+                    del texts[event.sequence]
+                self._work.append((text, event))
+            elif (text := texts.pop(event.sequence, None)) is not None:
+                self._work.append((text, _end_error(event)))
+
+    # What comes back from the text thread.
+
+    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
+        now = time.monotonic()
+        for text, item in deliveries:
+            live = self._live.get(text.sequence.request.request_id)
+            if live is None or live.request is not text.sequence.request:
+                continue
+            if isinstance(item, Output):
+                if live.first_token_at is None:
+                    live.first_token_at = now
+                    live.trace.first_token()
+                live.num_output_tokens += 1
+                live.stream.put(item)
+                if item.finish_reason is not None:
+                    self._end_sequence(live, text.sequence, item)
+            else:
+                self.end(live, item)
+
+    def _end_sequence(self, live: LiveRequest, sequence: SchedulerSequence, last: Output) -> None:
+        if last.stop is not None:
+            self._texts.pop(sequence, None)
+            self._scheduler.end_sequence(sequence.sequence_id, FinishReason.STOP)
+            self._wake.set()
+        live.finish_reasons[sequence.index] = last.finish_reason or FinishReason.STOP
+        live.num_live -= 1
+        if live.num_live == 0:
+            self._close_request(live, None)
+
+    def _close_request(self, live: LiveRequest, error: StepwireError | None) -> None:
+        live.is_closed = True
+        live.stream.end(error)
+        del self._live[live.request.request_id]
+        self._wake.set()
+
+
+def _end_error(event: EndEvent) -> StepwireError:
+    """Why a sequence, and with it its request, ended without its last token."""
+    request_id = event.sequence.request.request_id
+    metadata = {"request_id": request_id, "sequence_index": str(event.sequence.index)}
+    if event.finish_reason is FinishReason.DEADLINE:
+        return StepwireError("DEADLINE_EXCEEDED", "the deadline passed before the request was finished", metadata)
+    if event.finish_reason is FinishReason.ERROR:
+        text = f"sequence {event.sequence.index} failed on the worker: {event.message}"
+        return StepwireError("SEQUENCE_FAILED", text, metadata)
+    return StepwireError("CANCELLED", "the request was cancelled", metadata)

@@ -1,0 +1,162 @@
+"""From sampled tokens to each client's messages.
+
+The text of all tokens of one applied step is made in one job of one thread, in order; its results
+come back to the event loop in one callback and go to the requests' streams. A stream never blocks
+whoever fills it: what its client has not taken yet is merged, sequence by sequence.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from scheduler_service.core.plan import TokenEvent
+from scheduler_service.core.request import FinishReason
+from scheduler_service.core.request import Sequence as SchedulerSequence
+from scheduler_service.engine.detokenize import SequenceDecoder
+from scheduler_service.engine.stop import StopFinder
+from scheduler_service.engine.values import Output
+from stepwire.rpc.errors import StepwireError
+
+_MAX_MERGED_TOKENS = 512
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class OutputStream:
+    """The messages of one request that its client has not taken yet. Used on the event loop alone."""
+
+    __slots__ = ("_error", "_is_ended", "_items", "_tails", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[Output] = deque()
+        self._tails: dict[int, Output] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_ended = False
+        self._error: StepwireError | None = None
+
+    def put(self, output: Output) -> None:
+        """Adds a message, or merges it into the last one of its sequence if that has not been taken."""
+        tail = self._tails.get(output.sequence_index)
+        if tail is not None and len(tail.token_ids) < _MAX_MERGED_TOKENS:
+            _merge(tail, output)
+        else:
+            self._items.append(output)
+            self._tails[output.sequence_index] = output
+        self._wake()
+
+    def end(self, error: StepwireError | None = None) -> None:
+        """No more messages come: `get` answers None, or raises the error, after those that are there."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._error = error
+            self._wake()
+
+    async def get(self) -> Output | None:
+        """The next message; None after the last. Raises the error that the stream ended with."""
+        while not self._items:
+            if self._is_ended:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        output = self._items.popleft()
+        if self._tails.get(output.sequence_index) is output:
+            del self._tails[output.sequence_index]
+        return output
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _merge(tail: Output, output: Output) -> None:
+    tail.token_ids += output.token_ids
+    tail.text += output.text
+    tail.logprobs += output.logprobs
+    tail.finish_reason = output.finish_reason
+    tail.stop = output.stop
+    tail.stop_token_id = output.stop_token_id
+
+
+class SequenceText:
+    """The text of one sequence. After its creation only the text thread touches it, but for `sequence`.
+
+    `sequence` is the scheduler's record: the thread never looks into it.
+    """
+
+    __slots__ = ("_decoder", "_finder", "_is_ended", "sequence")
+
+    def __init__(self, sequence: SchedulerSequence, decoder: SequenceDecoder, finder: StopFinder | None) -> None:
+        self.sequence = sequence
+        self._decoder = decoder
+        self._finder = finder
+        self._is_ended = False
+
+    def take(self, event: TokenEvent) -> Output | None:
+        """The message for one token; None when the text has ended before it, by a stop string."""
+        if self._is_ended:
+            return None
+        sequence, token_id, position, logprobs, reason = event
+        logprobs_list = [] if logprobs is None else [logprobs]
+        if reason is FinishReason.STOP:
+            # The token that ends a sequence is reported, but is no part of its text.
+            text, found = self._decoder.flush(), None
+        else:
+            text, found = self._decoder.feed(token_id), None
+            if reason is not None:
+                text += self._decoder.flush()
+        if self._finder is not None:
+            text, found = self._finder.feed(text, position + 1)
+            if found is None and reason is not None:
+                text += self._finder.flush()
+        output = Output(sequence.index, position, [token_id], text, logprobs_list, reason)
+        if found is not None:
+            output.finish_reason, output.stop = FinishReason.STOP, found
+        elif reason is FinishReason.STOP:
+            output.stop_token_id = token_id
+        self._is_ended = output.finish_reason is not None
+        return output
+
+
+Work = tuple[SequenceText, TokenEvent | StepwireError]
+Delivery = tuple[SequenceText, Output | StepwireError]
+
+
+class TextPipeline:
+    """Makes text of tokens in one thread, in the order of the submits; delivers on the event loop."""
+
+    def __init__(self, deliver: Callable[[list[Delivery]], None]) -> None:
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+
+    def submit(self, work: Sequence[Work]) -> None:
+        """Takes the tokens of one step; `deliver` will be called with their messages, once."""
+        self._thread.submit(self._run, work)
+
+    def close(self) -> None:
+        """Lets the thread end; waits for nothing."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, work: Sequence[Work]) -> None:
+        deliveries: list[Delivery] = []
+        for text, event in work:
+            if isinstance(event, StepwireError):
+                deliveries.append((text, event))
+                continue
+            try:
+                output = text.take(event)
+            except Exception:
+                _log.exception("text_failed", request_id=event.sequence.request.request_id)
+                error = StepwireError("INTERNAL", "the text of this request could not be made; the log says why")
+                deliveries.append((text, error))
+            else:
+                if output is not None:
+                    deliveries.append((text, output))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._deliver, deliveries)

@@ -1,0 +1,145 @@
+"""What the engine needs of a worker, whatever carries it."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from scheduler_service.core.plan import StepPlan, StepResult
+
+
+class Phase(IntEnum):
+    """Where a worker stands in its life; later is greater."""
+
+    UNKNOWN = 0
+    STARTING = 1
+    INITIALISED = 2
+    LOADED = 3
+    CACHED = 4
+    READY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """How a worker says it stands."""
+
+    phase: Phase
+    epoch: int
+    last_step_id: int
+    fingerprint: str
+    host: str
+    process_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's place in its group."""
+
+    tensor_rank: int
+    tensor_parallel_size: int
+    pipeline_rank: int
+    pipeline_parallel_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A worker's device; sizes in bytes."""
+
+    device: str
+    device_name: str
+    total_memory_bytes: int
+    free_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSummary:
+    """What a rank has loaded."""
+
+    fingerprint: str
+    architecture: str
+    weight_bytes: int
+    dtype: str
+    kv_bytes_per_token: int
+    vocab_size: int
+    max_position_count: int
+    already_loaded: bool
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far a load is, in bytes; the last one of a load has the summary."""
+
+    stage: str
+    loaded_bytes: int
+    total_bytes: int
+    summary: LoadSummary | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """What the KV cache may use, in bytes."""
+
+    available_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Where a step's time went in the worker."""
+
+    start_unix_ns: int
+    queue_ns: int
+    prepare_ns: int
+    forward_ns: int
+    sample_ns: int
+
+
+class StepStream(Protocol):
+    """The stream of steps to one worker. Every method raises StepwireError when the stream is broken."""
+
+    async def send(self, plan: StepPlan) -> None:
+        """Sends a step; waits while the worker's side of the connection is full."""
+
+    async def receive(self) -> tuple[StepResult, StepTimings]:
+        """The next result, in the order of the steps."""
+
+    def cancel(self) -> None:
+        """Ends the stream."""
+
+
+class WorkerPort(Protocol):
+    """One worker. Every method raises StepwireError when the call fails."""
+
+    @property
+    def address(self) -> str:
+        """Where it is, host:port."""
+
+    async def get_status(self, *, timeout_s: float) -> WorkerStatus:
+        """How it stands."""
+
+    async def init_device(self, epoch: int, scheduler_id: str, place: Place) -> Device:
+        """Takes it into an epoch, on a device."""
+
+    def load_model(self, epoch: int, path: str, dtype: str) -> AsyncIterator[LoadProgress]:
+        """Loads its shard of the model."""
+
+    async def determine_available_memory(self, epoch: int, max_step_tokens: int, max_sequences: int) -> MemoryReport:
+        """Measures what the KV cache may use."""
+
+    async def initialize_cache(self, epoch: int, num_blocks: int, block_size: int, max_model_len: int) -> int:
+        """Allocates the KV tensors; answers their bytes."""
+
+    def warm_up(self, epoch: int, max_step_tokens: int, max_sequences: int) -> AsyncIterator[tuple[int, int]]:
+        """Runs what would make the first requests slow; yields (parts done, parts in all)."""
+
+    async def reset(self, epoch: int, scheduler_id: str, phase: Phase) -> Phase:
+        """Takes it back to an earlier phase and into a new epoch."""
+
+    async def open_stream(self, epoch: int) -> StepStream:
+        """Opens the step stream of an epoch in which no step was sent."""
+
+    async def close(self) -> None:
+        """Closes the connection."""

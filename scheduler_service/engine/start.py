@@ -1,0 +1,263 @@
+"""Walks workers through the phases of a start, all ranks at the same phase before the next begins."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+from opentelemetry.trace import Status, StatusCode, Tracer
+
+from scheduler_service.engine.group import Rank, rank_failed
+from scheduler_service.engine.ports import LoadSummary, MemoryReport, Phase, Place, WorkerPort, WorkerStatus
+from scheduler_service.engine.progress import ProgressReport, progress_report
+from stepwire.rpc.errors import StepwireError
+from stepwire.telemetry import names
+
+_RETRY_EVERY_S = 0.1
+_STATUS_TIMEOUT_S = 2.0
+_NOT_YET_THERE = frozenset({"MODEL_NOT_READY", "DEADLINE_EXCEEDED"})
+
+_log = structlog.stdlib.get_logger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StartPlan:
+    """What the workers are to be made ready for. `num_blocks` None takes what their memory holds."""
+
+    model_path: str
+    dtype: str
+    fingerprint: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    max_sequences: int
+    max_step_tokens: int
+    block_size: int
+    num_blocks: int | None
+    worker_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartedGroup:
+    """A group that is ready for its step streams to be opened."""
+
+    ranks: Sequence[Rank]
+    epoch: int
+    num_blocks: int
+    summary: LoadSummary
+
+
+class GroupStarter:
+    """Makes a group of workers ready, once."""
+
+    def __init__(self, ports: Sequence[WorkerPort], plan: StartPlan, tracer: Tracer) -> None:
+        self._ranks = [Rank(i, port) for i, port in enumerate(ports)]
+        self._plan = plan
+        self._tracer = tracer
+        self._scheduler_id = secrets.token_hex(8)
+        self._epoch = 0
+
+    async def start(self) -> StartedGroup:
+        """Walks all phases. Raises StepwireError naming phase, rank, address, cause and remedy."""
+        with self._span("connect"):
+            statuses = await self._each("connect", self._connect)
+        self._epoch = max(status.epoch for status in statuses) + 1
+        async with self._phase("init_device"):
+            await self._each("init_device", lambda rank: self._init_device(rank, statuses[rank.rank]))
+        summaries = await self._load_all()
+        async with self._phase("determine_available_memory"):
+            memory = await self._each("determine_available_memory", self._measure)
+        num_blocks = decide_num_blocks(self._plan, summaries, memory)
+        async with self._phase("initialize_cache"):
+            await self._each("initialize_cache", lambda rank: self._initialize_cache(rank, num_blocks))
+        async with self._phase("warm_up") as report:
+            await self._each("warm_up", lambda rank: self._warm_up(rank, report))
+        return StartedGroup(self._ranks, self._epoch, num_blocks, summaries[0])
+
+    async def _load_all(self) -> list[LoadSummary]:
+        try:
+            async with self._phase("load_model") as report:
+                return await self._each("load_model", lambda rank: self._load(rank, report))
+        except StepwireError as error:
+            if error.reason != "WRONG_PHASE":
+                raise
+        # An adopted worker holds other weights after all, such as the same model in another dtype.
+        self._epoch += 1
+        async with self._phase("reset"):
+            await self._each("reset", self._reset)
+        async with self._phase("load_model") as report:
+            return await self._each("load_model", lambda rank: self._load(rank, report))
+
+    async def _reset(self, rank: Rank) -> None:
+        await rank.port.reset(self._epoch, self._scheduler_id, Phase.INITIALISED)
+
+    async def _each(self, phase: str, action: Callable[[Rank], Awaitable[T]]) -> list[T]:
+        """Does something on all ranks at once; the first rank that fails ends it."""
+
+        async def one(rank: Rank) -> T:
+            try:
+                return await action(rank)
+            except StepwireError as error:
+                raise rank_failed(rank, phase, error) from error
+
+        tasks = [asyncio.create_task(one(rank)) for rank in self._ranks]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _connect(self, rank: Rank) -> WorkerStatus:
+        deadline = time.monotonic() + self._plan.worker_timeout_s
+        while True:
+            try:
+                status = await rank.port.get_status(timeout_s=_STATUS_TIMEOUT_S)
+            except StepwireError as error:
+                if error.reason not in _NOT_YET_THERE:
+                    raise
+                if time.monotonic() > deadline:
+                    raise StepwireError(
+                        "WORKER_FAILED",
+                        f"no worker answers at {rank.port.address} within {self._plan.worker_timeout_s:g} s "
+                        f"({error.message}); start one there, or name another address with --workers",
+                        error.metadata,
+                    ) from error
+                await asyncio.sleep(_RETRY_EVERY_S)
+                continue
+            rank.host, rank.process_id = status.host, status.process_id
+            return status
+
+    async def _init_device(self, rank: Rank, status: WorkerStatus) -> None:
+        if status.phase > Phase.STARTING:
+            # A worker of an earlier scheduler: what it holds of our model is kept.
+            is_loaded = status.phase >= Phase.LOADED and status.fingerprint == self._plan.fingerprint
+            to = Phase.LOADED if is_loaded else Phase.INITIALISED
+            await rank.port.reset(self._epoch, self._scheduler_id, to)
+            _log.info("worker_adopted", rank=rank.rank, address=rank.port.address, weights_kept=is_loaded)
+            return
+        place = Place(rank.rank, len(self._ranks), 0, 1)
+        device = await rank.port.init_device(self._epoch, self._scheduler_id, place)
+        _log.info(
+            "device",
+            rank=rank.rank,
+            address=rank.port.address,
+            device=device.device,
+            name=device.device_name,
+            free_bytes=device.free_memory_bytes,
+        )
+
+    async def _load(self, rank: Rank, report: ProgressReport) -> LoadSummary:
+        summary: LoadSummary | None = None
+        async for progress in rank.port.load_model(self._epoch, self._plan.model_path, self._plan.dtype):
+            report.update(rank.rank, progress.stage, progress.loaded_bytes, progress.total_bytes)
+            summary = progress.summary or summary
+        if summary is None:
+            raise StepwireError("WORKER_FAILED", "the worker ended the load without a summary")
+        if summary.vocab_size != self._plan.vocab_size or summary.architecture != self._plan.architecture:
+            raise StepwireError(
+                "CHECKPOINT_INVALID",
+                f"the worker's {self._plan.model_path} is another model than the scheduler's: {summary.architecture} "
+                f"with {summary.vocab_size} token ids, not {self._plan.architecture} with {self._plan.vocab_size}; "
+                "give both the same files",
+                {"file": self._plan.model_path, "expected": self._plan.architecture, "found": summary.architecture},
+            )
+        if summary.fingerprint != self._plan.fingerprint:
+            # Equal files copied at different times differ in their fingerprints.
+            _log.warning(
+                "fingerprint_differs", rank=rank.rank, scheduler=self._plan.fingerprint, worker=summary.fingerprint
+            )
+        _log.info(
+            "model_loaded",
+            rank=rank.rank,
+            weight_bytes=summary.weight_bytes,
+            dtype=summary.dtype,
+            seconds=round(summary.duration_s, 3),
+            already_loaded=summary.already_loaded,
+        )
+        return summary
+
+    async def _measure(self, rank: Rank) -> MemoryReport:
+        return await rank.port.determine_available_memory(
+            self._epoch, self._plan.max_step_tokens, self._plan.max_sequences
+        )
+
+    async def _initialize_cache(self, rank: Rank, num_blocks: int) -> None:
+        cache_bytes = await rank.port.initialize_cache(
+            self._epoch, num_blocks, self._plan.block_size, self._plan.max_model_len
+        )
+        _log.info("cache", rank=rank.rank, blocks=num_blocks, block_size=self._plan.block_size, bytes=cache_bytes)
+
+    async def _warm_up(self, rank: Rank, report: ProgressReport) -> None:
+        async for done, total in rank.port.warm_up(self._epoch, self._plan.max_step_tokens, self._plan.max_sequences):
+            report.update(rank.rank, "warm_up", done, total)
+
+    @asynccontextmanager
+    async def _phase(self, phase: str) -> AsyncIterator[ProgressReport]:
+        """A span and a progress report around a phase."""
+        with self._span(phase), progress_report(phase) as report:
+            yield report
+
+    @contextmanager
+    def _span(self, phase: str) -> Iterator[None]:
+        with self._tracer.start_as_current_span(
+            names.startup_span_name(phase),
+            attributes={names.PHASE: phase, names.EPOCH: self._epoch},
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            try:
+                yield
+            except StepwireError as error:
+                span.set_attribute(names.ERROR_TYPE, error.reason)
+                span.set_status(Status(StatusCode.ERROR, error.message))
+                raise
+
+
+def decide_num_blocks(plan: StartPlan, summaries: Sequence[LoadSummary], memory: Sequence[MemoryReport]) -> int:
+    """The number of KV blocks: what the rank with least memory holds, or what was asked for, but no more than usable.
+
+    Raises OUT_OF_MEMORY when not even one sequence of `max_model_len` fits.
+    """
+    per_sequence = -(-plan.max_model_len // plan.block_size)
+    usable = plan.max_sequences * per_sequence
+    block_bytes = [summary.kv_bytes_per_token * plan.block_size for summary in summaries]
+    fitting = min(report.available_bytes // size for report, size in zip(memory, block_bytes, strict=True))
+    num_blocks = min(fitting if plan.num_blocks is None else plan.num_blocks, usable)
+    found = "num_kv_blocks asks for" if plan.num_blocks is not None else "the workers' memory holds"
+    if plan.num_blocks is not None and plan.num_blocks > max(fitting, 0):
+        raise StepwireError(
+            "OUT_OF_MEMORY",
+            f"num_kv_blocks asks for {plan.num_blocks} KV blocks and the workers' memory holds {max(fitting, 0)}; "
+            "lower num_kv_blocks, or give the workers more memory (memory_fraction, kv_cache_bytes)",
+            {"num_kv_blocks": str(plan.num_blocks), "fitting_blocks": str(fitting)},
+        )
+    if num_blocks < per_sequence:
+        raise StepwireError(
+            "OUT_OF_MEMORY",
+            f"one sequence of max_model_len = {plan.max_model_len} tokens needs {per_sequence} KV blocks and {found} "
+            f"{max(num_blocks, 0)}; lower max_model_len to at most {max(num_blocks, 0) * plan.block_size}, or raise "
+            "num_kv_blocks or the workers' memory (memory_fraction, kv_cache_bytes)",
+            {"needed_blocks": str(per_sequence), "fitting_blocks": str(num_blocks)},
+        )
+    return num_blocks
+
+
+@contextmanager
+def startup_trace(tracer: Tracer, model: str) -> Iterator[None]:
+    """The root span of a start."""
+    with tracer.start_as_current_span(
+        names.SPAN_STARTUP,
+        attributes={names.MODEL_PATH: model},
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as span:
+        try:
+            yield
+        except Exception as error:
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+            raise

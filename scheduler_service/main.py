@@ -1,0 +1,316 @@
+"""The scheduler process: listens at once, makes its workers ready, serves, drains, ends."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+from grpc_health.v1 import health_pb2
+from opentelemetry.trace import Tracer
+
+from loader.checkpoint import Checkpoint, open_checkpoint
+from loader.errors import CheckpointError
+from loader.tokenizer import load_tokenizer
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.engine.engine import Engine, ServedModel
+from scheduler_service.engine.start import GroupStarter, StartedGroup, StartPlan, startup_trace
+from scheduler_service.engine.template import ChatTemplate
+from scheduler_service.engine.tokens import Tokens
+from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
+from scheduler_service.rpc.worker_client import WorkerClient
+from scheduler_service.settings import SchedulerSettings
+from stepwire.rpc.errors import StepwireError
+from stepwire.rpc.server import BindError, HealthServicer, add_standard_services, bind, create_server
+from stepwire.telemetry import names
+from stepwire.telemetry.logs import configure_logging
+from stepwire.telemetry.setup import Telemetry
+from stepwire.telemetry.trace import get_tracer
+from stepwire.v1 import inference_pb2_grpc
+
+EXIT_OK = 0
+EXIT_CANNOT_START = 1
+EXIT_WORKER_FAILED = 3
+EXIT_INTERRUPTED = 130
+
+MAX_MESSAGE_BYTES = 64 << 20
+_HEALTH_EVERY_S = 0.25
+_ERROR_GRACE_S = 1.0
+
+_CHECKPOINT_REASONS = {
+    "not_found": "CHECKPOINT_NOT_FOUND",
+    "invalid": "CHECKPOINT_INVALID",
+    "unsupported": "CHECKPOINT_UNSUPPORTED",
+}
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+async def serve(settings: SchedulerSettings) -> int:
+    """Runs the scheduler until it is told to stop; answers the process's exit status.
+
+    0 after a drain, 1 when it could not start, 3 when its workers were lost, 130 when a second
+    signal ended it. What ends it is one line on standard error.
+    """
+    began = time.monotonic()
+    configure_logging(format=settings.log_format, level=settings.log_level, service=names.SERVICE_SCHEDULER)
+    try:
+        telemetry = Telemetry.start(
+            names.SERVICE_SCHEDULER, otlp_endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio
+        )
+    except ValueError as error:
+        return _cannot_start(str(error))
+    try:
+        return await _Service(settings, telemetry, began).run()
+    finally:
+        await asyncio.to_thread(telemetry.shutdown)
+
+
+class _Service:
+    """One run of the scheduler process."""
+
+    def __init__(self, settings: SchedulerSettings, telemetry: Telemetry, began: float) -> None:
+        self._settings = settings
+        self._began = began
+        self._tracer: Tracer = get_tracer(telemetry.tracer_provider)
+        self._engine = Engine(_served_name(settings), self._tracer)
+        self._server = create_server(tracer_provider=telemetry.tracer_provider, max_message_bytes=MAX_MESSAGE_BYTES)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._engine), self._server)
+        self._health = _Health(self._engine, add_standard_services(self._server, [SERVICE_NAME]))
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._workers = [
+            WorkerClient(address, key=settings.cluster_key, tracer=self._tracer) for address in settings.workers
+        ]
+
+    async def run(self) -> int:
+        """Listens, starts, serves, ends."""
+        try:
+            port = bind(self._server, self._settings.host, self._settings.port)
+        except BindError as error:
+            return _cannot_start(error.strerror or str(error))
+        await self._server.start()
+        _log.info("listening", address=f"{self._settings.host}:{port}", model=self._engine.model_name)
+        health = asyncio.create_task(self._health.follow(), name="health")
+        try:
+            with self._signals():
+                return await self._start_and_serve()
+        finally:
+            health.cancel()
+            await asyncio.gather(health, return_exceptions=True)
+            await self._server.stop(None)
+            await self._engine.close()
+            for worker in self._workers:
+                await worker.close()
+
+    async def _start_and_serve(self) -> int:
+        start = asyncio.create_task(self._make_ready(), name="start")
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await _first_of(start, stop)
+            if not start.done():
+                return EXIT_OK
+            try:
+                await start
+            except StepwireError as error:
+                return _cannot_start(error.message)
+            _log.info("ready", seconds=round(time.monotonic() - self._began, 3), model=self._engine.model_name)
+            await _first_of(stop, self._engine.failed)
+            return await (self._fail() if self._engine.failed.done() else self._drain())
+        finally:
+            for task in (start, stop):
+                task.cancel()
+            await asyncio.gather(start, stop, return_exceptions=True)
+
+    async def _make_ready(self) -> None:
+        """From settings to a serving engine. Raises StepwireError."""
+        settings = self._settings
+        path = _model_path(settings)
+        with startup_trace(self._tracer, path):
+            checkpoint = await asyncio.to_thread(_open, path)
+            plan = _start_plan(settings, checkpoint, path)
+            model, started = await _both(
+                asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len),
+                GroupStarter(self._workers, plan, self._tracer).start(),
+            )
+            config = SchedulerConfig(
+                num_blocks=started.num_blocks,
+                block_size=settings.block_size,
+                max_running=settings.max_num_seqs,
+                max_step_tokens=settings.max_num_batched_tokens,
+                prefix_caching=settings.prefix_caching,
+                max_queued_requests=settings.max_queued_requests,
+                max_queued_tokens=settings.max_queued_tokens,
+            )
+            await self._engine.begin(model, started, config, step_timeout_s=settings.step_timeout)
+        await self._health.update()
+        if model.template is not None:
+            await model.template.start()
+
+    async def _drain(self) -> int:
+        """SIGTERM: no new requests; running ones get their time, unless a second signal comes."""
+        _log.info("draining", seconds=self._settings.shutdown_timeout)
+        drain = asyncio.create_task(self._engine.drain(self._settings.shutdown_timeout), name="drain")
+        now = asyncio.create_task(self._stop_now.wait(), name="second signal")
+        await asyncio.sleep(0)
+        await self._health.update()
+        await _first_of(drain, now, self._engine.failed)
+        is_drained = drain.done()
+        for task in (drain, now):
+            task.cancel()
+        await asyncio.gather(drain, now, return_exceptions=True)
+        if is_drained:
+            await self._server.stop(_ERROR_GRACE_S)
+            _log.info("stopped")
+            return EXIT_OK
+        if self._engine.failed.done():
+            return await self._fail()
+        _log.warning("interrupted")
+        return EXIT_INTERRUPTED
+
+    async def _fail(self) -> int:
+        """The workers are lost: clients get the cause, then the process ends so that its supervisor acts."""
+        error = self._engine.failed.result()
+        _log.error("worker_group_failed", reason=error.reason, error=error.message, **_log_fields(error))
+        await self._health.update()
+        await self._server.stop(_ERROR_GRACE_S)
+        return EXIT_WORKER_FAILED
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGTERM or SIGINT asks for a drain, the second one for an end at once."""
+
+        def stop() -> None:
+            (self._stop_now if self._stop.is_set() else self._stop).set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+class _Health:
+    """Keeps grpc.health.v1 in step with the engine: its state, its step loop, its workers."""
+
+    def __init__(self, engine: Engine, servicer: HealthServicer) -> None:
+        self._engine = engine
+        self._servicer = servicer
+        self._is_serving = False
+
+    async def follow(self) -> None:
+        """Looks again and again."""
+        while True:
+            await self.update()
+            await asyncio.sleep(_HEALTH_EVERY_S)
+
+    async def update(self) -> None:
+        """Looks once."""
+        is_serving = self._engine.is_healthy
+        if is_serving is self._is_serving:
+            return
+        self._is_serving = is_serving
+        response = health_pb2.HealthCheckResponse
+        status = response.SERVING if is_serving else response.NOT_SERVING
+        for service in ("", SERVICE_NAME):
+            await self._servicer.set(service, status)
+
+
+def _served_name(settings: SchedulerSettings) -> str:
+    return settings.served_model_name or Path(settings.model).name.removesuffix(".gguf") or "model"
+
+
+def _model_path(settings: SchedulerSettings) -> str:
+    # Links stay: a hub cache links to blobs whose names say nothing, and workers are told this path.
+    return os.path.abspath(os.path.expanduser(settings.model))
+
+
+def _open(path: str) -> Checkpoint:
+    try:
+        return open_checkpoint(Path(path))
+    except CheckpointError as error:
+        raise checkpoint_failed(error) from error
+
+
+def checkpoint_failed(error: CheckpointError) -> StepwireError:
+    """The wire form of a loader's error."""
+    known = {"file": error.file, "tensor": error.tensor, "expected": error.expected, "found": error.found}
+    metadata = {key: str(value) for key, value in known.items() if value is not None}
+    return StepwireError(_CHECKPOINT_REASONS.get(error.code, "CHECKPOINT_INVALID"), str(error), metadata)
+
+
+def _start_plan(settings: SchedulerSettings, checkpoint: Checkpoint, path: str) -> StartPlan:
+    config = checkpoint.config
+    max_model_len = settings.max_model_len or config.max_position_count
+    if max_model_len > config.max_position_count:
+        raise StepwireError(
+            "FIELD_OUT_OF_RANGE",
+            f"max_model_len is {max_model_len} and the model was made for {config.max_position_count} tokens; "
+            "lower max_model_len",
+            {"field": "max_model_len", "limit": str(config.max_position_count)},
+        )
+    return StartPlan(
+        model_path=path,
+        dtype=settings.dtype,
+        fingerprint=checkpoint.fingerprint,
+        architecture=config.architecture,
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+        max_sequences=settings.max_num_seqs,
+        max_step_tokens=settings.max_num_batched_tokens,
+        block_size=settings.block_size,
+        num_blocks=settings.num_kv_blocks,
+        worker_timeout_s=settings.worker_timeout,
+    )
+
+
+def _load_text_side(checkpoint: Checkpoint, max_model_len: int) -> ServedModel:
+    """Tokenizer and template. Blocks for a few hundred milliseconds."""
+    try:
+        files = load_tokenizer(checkpoint)
+    except CheckpointError as error:
+        raise checkpoint_failed(error) from error
+    config = checkpoint.config
+    special = {"bos_token": files.bos_token or "", "eos_token": files.eos_token or ""}
+    return ServedModel(
+        architecture=config.architecture,
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        tokens=Tokens(files.tokenizer, config.vocab_size),
+        template=None if files.chat_template is None else ChatTemplate(files.chat_template, special),
+    )
+
+
+async def _first_of(*futures: "asyncio.Future[Any]") -> None:
+    """Waits until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _both(first: Awaitable[ServedModel], second: Awaitable[StartedGroup]) -> tuple[ServedModel, StartedGroup]:
+    """Waits for both; when one fails the other is cancelled."""
+    tasks = (asyncio.ensure_future(first), asyncio.ensure_future(second))
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _log_fields(error: StepwireError) -> dict[str, str]:
+    return {f"error_{key}": value for key, value in error.metadata.items()}
+
+
+def _cannot_start(text: str) -> int:
+    sys.stderr.write(f"stepwire scheduler: {text}\n")
+    sys.stderr.flush()
+    return EXIT_CANNOT_START

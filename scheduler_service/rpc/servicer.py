@@ -1,0 +1,58 @@
+"""InferenceService over gRPC: messages to values and back. What happens is in engine/."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from scheduler_service.engine.engine import Engine
+from scheduler_service.rpc.convert import generate_input, generate_response, model_message, prompt_of
+from stepwire.v1 import inference_pb2, inference_pb2_grpc
+
+SERVICE_NAME = "stepwire.v1.InferenceService"
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """All RPCs of inference.proto. Errors are raised as StepwireError."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """See inference.proto. A call that ends early closes the generator, which frees the request."""
+        call = generate_input(request, context.time_remaining())
+        async with aclosing(self._engine.generate(call)) as events:
+            async for event in events:
+                yield generate_response(event)
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, _context: _Context
+    ) -> inference_pb2.TokenizeResponse:
+        """See inference.proto."""
+        return inference_pb2.TokenizeResponse(token_ids=await self._engine.tokenize(request.model, prompt_of(request)))
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, _context: _Context
+    ) -> inference_pb2.DetokenizeResponse:
+        """See inference.proto."""
+        text = await self._engine.detokenize(
+            request.model, list(request.token_ids), keep_special_tokens=request.keep_special_tokens
+        )
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(
+        self, _request: inference_pb2.ListModelsRequest, _context: _Context
+    ) -> inference_pb2.ListModelsResponse:
+        """See inference.proto."""
+        return inference_pb2.ListModelsResponse(models=[model_message(self._engine.model_info())])
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, _context: _Context
+    ) -> inference_pb2.GetModelResponse:
+        """See inference.proto."""
+        return inference_pb2.GetModelResponse(model=model_message(self._engine.model_info(request.model)))

@@ -1,0 +1,310 @@
+"""WorkerService over gRPC, as the engine's port.
+
+Calls made under a sampled span get a CLIENT span each, and carry its context; heartbeats and steps,
+which are made under none, cost no span.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Tracer
+
+from scheduler_service.core.plan import NewSequence, StepPlan, StepResult
+from scheduler_service.engine.ports import (
+    Device,
+    LoadProgress,
+    LoadSummary,
+    MemoryReport,
+    Phase,
+    Place,
+    StepTimings,
+    WorkerStatus,
+)
+from scheduler_service.engine.values import Sampling
+from stepwire.rpc.channel import create_channel
+from stepwire.rpc.errors import StepwireError, from_rpc_error
+from stepwire.telemetry import names
+from stepwire.telemetry.trace import end_rpc_span, inject
+from stepwire.v1 import worker_pb2 as pb
+from stepwire.v1.worker_pb2_grpc import WorkerServiceStub
+
+MAX_MESSAGE_BYTES = 256 << 20
+_UNARY_TIMEOUT_S = 300.0
+_RESET_TIMEOUT_S = 60.0
+_LOAD_TIMEOUT_S = 24 * 3600.0
+
+T = TypeVar("T")
+
+
+class WorkerClient:
+    """One worker. Every method raises StepwireError when the call fails."""
+
+    def __init__(self, address: str, *, key: str | None, tracer: Tracer) -> None:
+        self.address = address
+        self._tracer = tracer
+        self._channel = create_channel(address, max_message_bytes=MAX_MESSAGE_BYTES, key=key)
+        self._stub = WorkerServiceStub(self._channel)
+
+    async def get_status(self, *, timeout_s: float) -> WorkerStatus:
+        """How it stands."""
+        response = await self._unary("GetStatus", self._stub.GetStatus, pb.GetStatusRequest(), timeout_s)
+        return WorkerStatus(
+            phase=_phase(response.phase),
+            epoch=response.epoch,
+            last_step_id=response.last_step_id,
+            fingerprint=response.fingerprint,
+            host=response.host,
+            process_id=response.process_id,
+        )
+
+    async def init_device(self, epoch: int, scheduler_id: str, place: Place) -> Device:
+        """Takes it into an epoch, on a device."""
+        request = pb.InitDeviceRequest(
+            epoch=epoch,
+            scheduler_id=scheduler_id,
+            tensor_rank=place.tensor_rank,
+            tensor_parallel_size=place.tensor_parallel_size,
+            pipeline_rank=place.pipeline_rank,
+            pipeline_parallel_size=place.pipeline_parallel_size,
+        )
+        response = await self._unary("InitDevice", self._stub.InitDevice, request, _UNARY_TIMEOUT_S)
+        return Device(response.device, response.device_name, response.total_memory_bytes, response.free_memory_bytes)
+
+    async def load_model(self, epoch: int, path: str, dtype: str) -> AsyncIterator[LoadProgress]:
+        """Loads its shard of the model."""
+        request = pb.LoadModelRequest(epoch=epoch, model_path=path, dtype=dtype)
+        async for response in self._streamed("LoadModel", self._stub.LoadModel, request, _LOAD_TIMEOUT_S):
+            summary = _summary(response.summary) if response.HasField("summary") else None
+            yield LoadProgress(response.stage, response.loaded_bytes, response.total_bytes, summary)
+
+    async def determine_available_memory(self, epoch: int, max_step_tokens: int, max_sequences: int) -> MemoryReport:
+        """Measures what the KV cache may use."""
+        request = pb.DetermineAvailableMemoryRequest(
+            epoch=epoch, max_step_token_count=max_step_tokens, max_sequence_count=max_sequences
+        )
+        call = self._stub.DetermineAvailableMemory
+        response = await self._unary("DetermineAvailableMemory", call, request, _UNARY_TIMEOUT_S)
+        return MemoryReport(
+            response.available_bytes, response.weight_bytes, response.activation_bytes, response.limit_bytes
+        )
+
+    async def initialize_cache(self, epoch: int, num_blocks: int, block_size: int, max_model_len: int) -> int:
+        """Allocates the KV tensors; answers their bytes."""
+        request = pb.InitializeCacheRequest(
+            epoch=epoch, block_count=num_blocks, block_size=block_size, max_model_len=max_model_len
+        )
+        response = await self._unary("InitializeCache", self._stub.InitializeCache, request, _UNARY_TIMEOUT_S)
+        return int(response.cache_bytes)
+
+    async def warm_up(self, epoch: int, max_step_tokens: int, max_sequences: int) -> AsyncIterator[tuple[int, int]]:
+        """Runs what would make the first requests slow; yields (parts done, parts in all)."""
+        request = pb.WarmUpRequest(epoch=epoch, max_step_token_count=max_step_tokens, max_sequence_count=max_sequences)
+        async for response in self._streamed("WarmUp", self._stub.WarmUp, request, _LOAD_TIMEOUT_S):
+            yield response.done_count, response.total_count
+
+    async def reset(self, epoch: int, scheduler_id: str, phase: Phase) -> Phase:
+        """Takes it back to an earlier phase and into a new epoch."""
+        request = pb.ResetRequest(epoch=epoch, scheduler_id=scheduler_id, to=pb.Phase.ValueType(phase))
+        response = await self._unary("Reset", self._stub.Reset, request, _RESET_TIMEOUT_S)
+        return _phase(response.phase)
+
+    async def open_stream(self, epoch: int) -> "GrpcStepStream":
+        """Opens the step stream of an epoch in which no step was sent."""
+        call = self._stub.ExecuteModel(timeout=None)
+        stream = GrpcStepStream(call, epoch)
+        await stream.open()
+        return stream
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._channel.close()
+
+    async def _unary(self, method: str, call: Callable[..., Awaitable[Any]], request: object, timeout_s: float) -> Any:
+        with self._call_span(method) as metadata:
+            return await call(request, timeout=timeout_s, metadata=metadata)
+
+    async def _streamed(
+        self, method: str, call: Callable[..., Any], request: object, timeout_s: float
+    ) -> AsyncIterator[Any]:
+        with self._call_span(method) as metadata:
+            responses = call(request, timeout=timeout_s, metadata=metadata)
+            try:
+                async for response in responses:
+                    yield response
+            finally:
+                responses.cancel()
+
+    @contextmanager
+    def _call_span(self, method: str) -> Any:
+        """Metadata for a call; turns its failure into a StepwireError, and its end into a span's."""
+        name = f"stepwire.v1.WorkerService/{method}"
+        span: Span = trace.INVALID_SPAN
+        if trace.get_current_span().is_recording():
+            attributes = {names.RPC_SYSTEM: "grpc", names.RPC_METHOD: name, names.WORKER: self.address}
+            span = self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)
+        metadata: list[tuple[str, str]] = []
+        inject(span, metadata)
+        code = grpc.StatusCode.CANCELLED
+        try:
+            yield tuple(metadata)
+            code = grpc.StatusCode.OK
+        except grpc.RpcError as error:
+            code = error.code()
+            raise from_rpc_error(error) from error
+        finally:
+            _end(span, code)
+
+
+def _end(span: Span, code: grpc.StatusCode) -> None:
+    if span.is_recording():
+        end_rpc_span(span, code)
+
+
+class GrpcStepStream:
+    """The step stream to one worker."""
+
+    def __init__(self, call: Any, epoch: int) -> None:
+        self._call = call
+        self._epoch = epoch
+
+    async def open(self) -> None:
+        """Exchanges the first messages. Raises StepwireError."""
+        await self._write(pb.ExecuteModelRequest(open=pb.OpenStream(epoch=self._epoch, last_step_id=0)))
+        first = await self._read()
+        if first.WhichOneof("message") != "open":
+            raise StepwireError("WORKER_FAILED", "the worker's first message on the step stream is not `open`")
+
+    async def send(self, plan: StepPlan) -> None:
+        """Sends a step."""
+        await self._write(pb.ExecuteModelRequest(step=step_message(plan, self._epoch)))
+
+    async def receive(self) -> tuple[StepResult, StepTimings]:
+        """The next result."""
+        response = await self._read()
+        return step_result(response.result), _timings(response.result.timings)
+
+    def cancel(self) -> None:
+        """Ends the stream."""
+        self._call.cancel()
+
+    async def _write(self, message: pb.ExecuteModelRequest) -> None:
+        try:
+            await self._call.write(message)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        except Exception as error:  # gRPC raises InvalidStateError or its own on a call that is over
+            raise await self._why_ended() from error
+
+    async def _read(self) -> pb.ExecuteModelResponse:
+        try:
+            response = await self._call.read()
+        except grpc.RpcError as error:
+            raise _lost(error) from error
+        if response is grpc.aio.EOF:
+            raise await self._why_ended()
+        message: pb.ExecuteModelResponse = response
+        return message
+
+    async def _why_ended(self) -> StepwireError:
+        code = await self._call.code()
+        details = await self._call.details() or "the worker ended the step stream"
+        if code is grpc.StatusCode.OK:
+            return StepwireError("WORKER_FAILED", details)
+        trailing = await self._call.trailing_metadata()
+        initial = await self._call.initial_metadata()
+        return _lost(grpc.aio.AioRpcError(code, initial, trailing, details=details))
+
+
+def _lost(error: grpc.RpcError) -> StepwireError:
+    """What a broken stream means: the worker's own error, or that its process is gone."""
+    meaning = from_rpc_error(error)
+    if "grpc_code" not in meaning.metadata:
+        return meaning
+    return StepwireError(
+        "WORKER_FAILED",
+        f"the connection to the worker broke ({meaning.message}): its process was killed, crashed, or lost its "
+        "network; its log may say why",
+        meaning.metadata,
+    )
+
+
+def step_message(plan: StepPlan, epoch: int) -> pb.Step:
+    """The message of a step, column by column."""
+    step = pb.Step(epoch=epoch, step_id=plan.step_id)
+    step.sequence_ids.extend(plan.sequence_ids)
+    step.scheduled_token_counts.extend(plan.scheduled_token_counts)
+    step.computed_token_counts.extend(plan.computed_token_counts)
+    step.new_block_counts.extend(plan.new_block_counts)
+    step.new_block_ids.extend(plan.new_block_ids)
+    step.finished_sequence_ids.extend(plan.finished_sequence_ids)
+    step.preempted_sequence_ids.extend(plan.preempted_sequence_ids)
+    step.new_sequences.extend([_new_sequence(new) for new in plan.new_sequences])
+    return step
+
+
+def _new_sequence(new: NewSequence) -> pb.NewSequence:
+    sequence, request = new.sequence, new.sequence.request
+    sampling = request.sampling
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"the sampling of request {request.request_id} is {type(sampling).__name__}")
+    return pb.NewSequence(
+        sequence_id=sequence.sequence_id,
+        request_id=request.request_id,
+        token_ids=new.token_ids,
+        prompt_token_count=sequence.prompt_token_count,
+        sampling=pb.SequenceSampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            stop_token_ids=sampling.stop_token_ids,
+            min_tokens=sampling.min_tokens,
+            seed=sampling.seed,
+            sequence_index=sequence.index,
+            logprobs=sampling.logprobs,
+        ),
+        block_ids=new.block_ids,
+        traceparent=request.trace,
+    )
+
+
+def step_result(result: pb.StepResult) -> StepResult:
+    """What a worker answered to a step."""
+    return StepResult(
+        step_id=result.step_id,
+        sequence_ids=list(result.sequence_ids),
+        token_ids=list(result.token_ids),
+        stopped_sequence_ids=frozenset(result.stopped_sequence_ids),
+        logprobs={entry.sequence_id: entry.logprobs for entry in result.logprobs},
+        errors={entry.sequence_id: entry.message for entry in result.errors},
+    )
+
+
+def _timings(timings: pb.StepTimings) -> StepTimings:
+    return StepTimings(
+        timings.start_unix_ns, timings.queue_ns, timings.prepare_ns, timings.forward_ns, timings.sample_ns
+    )
+
+
+def _summary(summary: pb.LoadSummary) -> LoadSummary:
+    return LoadSummary(
+        fingerprint=summary.fingerprint,
+        architecture=summary.architecture,
+        weight_bytes=summary.weight_bytes,
+        dtype=summary.dtype,
+        kv_bytes_per_token=summary.kv_bytes_per_token,
+        vocab_size=summary.vocab_size,
+        max_position_count=summary.max_position_count,
+        already_loaded=summary.already_loaded,
+        duration_s=summary.duration_ns / 1e9,
+    )
+
+
+def _phase(phase: int) -> Phase:
+    return Phase(phase) if phase in Phase.__members__.values() else Phase.UNKNOWN

@@ -1,0 +1,83 @@
+"""Everything an operator can set about a scheduler. The command line is generated from these fields."""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class SchedulerSettings(BaseModel):
+    """Settings of one scheduler process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        min_length=1,
+        description="Path of the checkpoint: a directory or a GGUF file. Workers read it under the same path.",
+    )
+    served_model_name: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="Name that clients use; by default the last part of the path.",
+    )
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(default=50051, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    workers: list[str] = Field(
+        default=["127.0.0.1:50061"], min_length=1, max_length=1, description="Address of each worker, host:port."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the weights in memory; auto takes the checkpoint's own."
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        le=16_777_216,
+        description="Most tokens of prompt and output together; by default what the model was made for.",
+    )
+    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences that run at once.")
+    max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576, description="Most tokens of one step.")
+    block_size: int = Field(default=16, ge=1, le=256, description="Token positions of one KV block.")
+    num_kv_blocks: int | None = Field(
+        default=None, ge=1, le=16_777_216, description="Number of KV blocks; by default what the workers' memory holds."
+    )
+    prefix_caching: bool = Field(default=True, description="Reuse the KV blocks of prompts that begin alike.")
+    max_queued_requests: int = Field(
+        default=1024, ge=1, le=1_000_000, description="Most requests that wait; one more is refused at once."
+    )
+    max_queued_tokens: int = Field(
+        default=1_000_000, ge=1, le=1_000_000_000, description="Most prompt tokens that wait; more are refused at once."
+    )
+    shutdown_timeout: float = Field(
+        default=30.0, ge=0, le=86_400, description="Seconds that running requests get to end after SIGTERM."
+    )
+    worker_timeout: float = Field(default=60.0, gt=0, le=86_400, description="Seconds to reach the workers at start.")
+    step_timeout: float = Field(
+        default=30.0,
+        gt=0,
+        le=86_400,
+        description="Seconds after which a step counts as hung, or 20 times the slowest percent of steps if longer.",
+    )
+    cluster_key: str | None = Field(
+        default=None, min_length=16, repr=False, description="Key that the workers ask for; needed off loopback."
+    )
+    otlp_endpoint: str | None = Field(
+        default=None, description="OTLP/gRPC endpoint for traces, such as http://127.0.0.1:4317; none sends no traces."
+    )
+    trace_sample_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="Share of requests traced when the client did not decide."
+    )
+    log_format: Literal["auto", "json", "pretty"] = Field(
+        default="auto", description="auto is pretty on a terminal, JSON elsewhere."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severity that is logged."
+    )
+
+    @model_validator(mode="after")
+    def _check_step_size(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), or running sequences starve"
+            )
+        return self
