@@ -1,0 +1,159 @@
+"""A worker's runtime without a device: deterministic, torch-free, and told by its test when to wait or to fail."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loader.errors import LoadCancelled
+from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.step import Logprobs, NewSequence, StateMismatch, StepInput, StepOutput
+
+VOCAB_SIZE = 1000
+KV_BYTES_PER_TOKEN = 64
+
+
+@dataclass
+class FakeSequence:
+    """What the fake knows of a sequence."""
+
+    new: NewSequence
+    tokens: list[int]
+    block_ids: list[int]
+    num_computed: int = 0
+    stopped: bool = False
+
+
+@dataclass
+class FakeRuntime:
+    """Implements worker_service.rpc.ports.Runtime.
+
+    `gates[name]` holds up the call of that name until it is set; `failures[name]` is raised by it,
+    once. `entered[name]` is set when the call begins. `calls` are the names of all calls, in order.
+    """
+
+    gates: dict[str, threading.Event] = field(default_factory=dict)
+    failures: dict[str, BaseException] = field(default_factory=dict)
+    entered: dict[str, threading.Event] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    executed: list[int] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    sequences: dict[int, FakeSequence] = field(default_factory=dict)
+    total_bytes: int = 1000
+    parallel: Any = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sequences)
+
+    def init_device(self, parallel: Any) -> DeviceInfo:
+        self._begin("init_device")
+        self.parallel = parallel
+        return DeviceInfo("fake", "no device", 1 << 30, 1 << 29)
+
+    def load_model(
+        self, path: Path, dtype: str, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
+    ) -> LoadSummary:
+        progress("read", 0, self.total_bytes)
+        self.calls.append("load_model")
+        self.threads.add(threading.get_ident())
+        progress("read", self.total_bytes // 2, self.total_bytes)
+        if (entered := self.entered.get("load_model")) is not None:
+            entered.set()
+        gate = self.gates.get("load_model")
+        while gate is not None and not gate.wait(0.005):
+            if cancelled():
+                raise LoadCancelled
+        self._fail("load_model")
+        progress("finalise", self.total_bytes, self.total_bytes)
+        resolved = "float32" if dtype == "auto" else dtype
+        return LoadSummary(
+            fingerprint_of(path), "FakeForCausalLM", 4096, resolved, KV_BYTES_PER_TOKEN, VOCAB_SIZE, 512, False, 7
+        )
+
+    def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
+        self._begin("determine_available_memory")
+        return MemoryReport(1 << 20, 4096, max_step_tokens * 8, 1 << 21)
+
+    def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> int:
+        self._begin("initialize_cache")
+        return num_blocks * block_size * KV_BYTES_PER_TOKEN
+
+    def warm_up(self, max_step_tokens: int, max_sequences: int, progress: Callable[[int, int], None]) -> None:
+        progress(1, 3)
+        self._begin("warm_up")
+        progress(3, 3)
+
+    def reset(self, phase: Phase) -> None:
+        self._begin("reset")
+        self.sequences.clear()
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self._begin("execute")
+        output = StepOutput(step.step_id, start_unix_ns=time.time_ns(), prepare_ns=1000, forward_ns=2000, sample_ns=500)
+        for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+            if sequence_id not in self.sequences:
+                raise StateMismatch(f"sequence {sequence_id} is not known")
+        for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+            del self.sequences[sequence_id]
+        for new in step.new_sequences:
+            self.sequences[new.sequence_id] = FakeSequence(
+                new, list(new.token_ids), list(new.block_ids), step.computed_token_counts[0]
+            )
+        for index, sequence_id in enumerate(step.sequence_ids):
+            self._advance(step, index, sequence_id, output)
+        self.executed.append(step.step_id)
+        return output
+
+    def _advance(self, step: StepInput, index: int, sequence_id: int, output: StepOutput) -> None:
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None:
+            raise StateMismatch(f"sequence {sequence_id} is not known")
+        if any(new.sequence_id == sequence_id for new in step.new_sequences):
+            sequence.num_computed = step.computed_token_counts[index]
+        if sequence.stopped:
+            return
+        if sequence.num_computed != step.computed_token_counts[index]:
+            raise StateMismatch(
+                f"sequence {sequence_id} has {sequence.num_computed} computed tokens, not "
+                f"{step.computed_token_counts[index]}"
+            )
+        sequence.num_computed += step.scheduled_token_counts[index]
+        if sequence.num_computed < len(sequence.tokens):
+            return
+        token = next_token(sequence.tokens)
+        sequence.tokens.append(token)
+        output.sequence_ids.append(sequence_id)
+        output.token_ids.append(token)
+        sampling = sequence.new.sampling
+        if sampling.logprobs is not None:
+            top = [((token + i) % VOCAB_SIZE, -1.0 - i) for i in range(sampling.logprobs)]
+            output.logprobs[sequence_id] = Logprobs(token, -1.0, top)
+        if token in sampling.stop_token_ids:
+            sequence.stopped = True
+            output.stopped_sequence_ids.append(sequence_id)
+
+    def _begin(self, name: str) -> None:
+        self.calls.append(name)
+        self.threads.add(threading.get_ident())
+        if (entered := self.entered.get(name)) is not None:
+            entered.set()
+        if (gate := self.gates.get(name)) is not None and not gate.wait(30):
+            raise TimeoutError(f"the gate of {name} was never opened")
+        self._fail(name)
+
+    def _fail(self, name: str) -> None:
+        if (failure := self.failures.pop(name, None)) is not None:
+            raise failure
+
+
+def fingerprint_of(path: Path) -> str:
+    """The fake's fingerprint: of the file's name alone."""
+    return f"fingerprint of {path.name}"
+
+
+def next_token(tokens: list[int]) -> int:
+    """The token that follows, as a pure function of those before."""
+    return (sum(tokens) * 31 + len(tokens) * 7) % VOCAB_SIZE

@@ -1,0 +1,80 @@
+"""Between protobuf messages and the runtime's plain values. Runs for every step, so it is kept short."""
+
+from stepwire.v1 import common_pb2, worker_pb2
+from worker_service.runtime.step import Logprobs, NewSequence, Sampling, StepInput, StepOutput
+
+
+def step_input(step: worker_pb2.Step) -> StepInput:
+    """A step as the model runner takes it. Checks nothing."""
+    return StepInput(
+        step_id=step.step_id,
+        new_sequences=[_new_sequence(new) for new in step.new_sequences],
+        sequence_ids=list(step.sequence_ids),
+        scheduled_token_counts=list(step.scheduled_token_counts),
+        computed_token_counts=list(step.computed_token_counts),
+        new_block_counts=list(step.new_block_counts),
+        new_block_ids=list(step.new_block_ids),
+        finished_sequence_ids=list(step.finished_sequence_ids),
+        preempted_sequence_ids=list(step.preempted_sequence_ids),
+    )
+
+
+def step_result(output: StepOutput, *, epoch: int, queue_ns: int) -> worker_pb2.StepResult:
+    """A result as the wire takes it."""
+    result = worker_pb2.StepResult(
+        epoch=epoch,
+        step_id=output.step_id,
+        sequence_ids=output.sequence_ids,
+        token_ids=output.token_ids,
+        stopped_sequence_ids=output.stopped_sequence_ids,
+        timings=worker_pb2.StepTimings(
+            start_unix_ns=output.start_unix_ns,
+            queue_ns=queue_ns,
+            prepare_ns=output.prepare_ns,
+            forward_ns=output.forward_ns,
+            sample_ns=output.sample_ns,
+        ),
+    )
+    for sequence_id, logprobs in output.logprobs.items():
+        result.logprobs.append(
+            worker_pb2.SequenceLogprobs(sequence_id=sequence_id, logprobs=_position_logprobs(logprobs))
+        )
+    for sequence_id, message in output.errors.items():
+        result.errors.append(worker_pb2.SequenceError(sequence_id=sequence_id, message=message))
+    return result
+
+
+def _new_sequence(new: worker_pb2.NewSequence) -> NewSequence:
+    return NewSequence(
+        sequence_id=new.sequence_id,
+        request_id=new.request_id,
+        token_ids=list(new.token_ids),
+        prompt_token_count=new.prompt_token_count,
+        sampling=_sampling(new.sampling),
+        block_ids=list(new.block_ids),
+        traceparent=new.traceparent,
+    )
+
+
+def _sampling(sampling: worker_pb2.SequenceSampling) -> Sampling:
+    return Sampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        min_tokens=sampling.min_tokens,
+        seed=sampling.seed,
+        sequence_index=sampling.sequence_index,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+    )
+
+
+def _position_logprobs(logprobs: Logprobs) -> common_pb2.PositionLogprobs:
+    return common_pb2.PositionLogprobs(
+        sampled=common_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
+        top=[common_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top],
+    )

@@ -1,0 +1,304 @@
+"""Takes a worker through its phases: one change at a time, each finished once it is begun."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+from opentelemetry.trace import Tracer
+
+from stepwire.rpc.errors import StepwireError
+from worker_service.device_thread import DeviceThread
+from worker_service.rpc.guard import stale_epoch
+from worker_service.rpc.limits import StepLimits, check_number, out_of_range
+from worker_service.rpc.paths import ModelRoots
+from worker_service.rpc.ports import Runtime
+from worker_service.rpc.progress import LoadProgress, WarmUpProgress
+from worker_service.rpc.spans import SequenceSpans
+from worker_service.rpc.state import Cached, Loaded, Measured, Place, Warm, WorkerState
+from worker_service.rpc.stream import StepSession
+from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+
+T = TypeVar("T")
+
+MAX_STEP_TOKENS = 2**20
+MAX_SEQUENCES = 2**16
+MAX_BLOCK_SIZE = 2**12
+MAX_INT32 = 2**31 - 1
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class Lifecycle:
+    """The phases of one worker.
+
+    A change that has begun goes on when its caller goes away, except a load, which stops; so what
+    `state` says is what the runtime holds. Changes wait for each other. A call that begins a new
+    epoch does not wait for a load of an old one: it ends it.
+
+    Methods raise StepwireError (STALE_EPOCH, WRONG_PHASE, FIELD_*), and what the runtime raises.
+    """
+
+    def __init__(
+        self,
+        device: DeviceThread[Runtime],
+        *,
+        tracer: Tracer,
+        roots: ModelRoots,
+        fingerprint_of: Callable[[Path], str],
+        on_phase: Callable[[Phase], Awaitable[None]],
+    ) -> None:
+        self.state = WorkerState()
+        self.session: StepSession | None = None
+        self._device = device
+        self._tracer = tracer
+        self._roots = roots
+        self._fingerprint_of = fingerprint_of
+        self._on_phase = on_phase
+        self._lock = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()
+        self._loads: set[LoadProgress] = set()
+
+    async def init_device(self, epoch: int, scheduler_id: str, place: Place) -> DeviceInfo:
+        """STARTING or INITIALISED → INITIALISED, in a new epoch."""
+        _check_place(place)
+        if self.state.is_new_epoch(epoch, scheduler_id) and self.state.phase <= Phase.INITIALISED:
+            self._interrupt(stale_epoch(held=epoch, got=self.state.epoch))
+        return await self._change(self._init_device(epoch, scheduler_id, place))
+
+    async def load_model(self, epoch: int, model_path: str, dtype: str, progress: LoadProgress) -> LoadSummary:
+        """INITIALISED → LOADED. Setting `progress.cancel_reason` stops it and leaves the phase as it was."""
+        if dtype not in DTYPES:
+            message = f"dtype {dtype!r} is not one of {', '.join(DTYPES)}"
+            raise StepwireError("FIELD_INVALID", message, {"field": "dtype", "found": dtype})
+        self._loads.add(progress)
+        return await self._change(self._load_model(epoch, model_path, dtype, progress))
+
+    async def determine_available_memory(self, epoch: int, max_step_tokens: int, max_sequences: int) -> MemoryReport:
+        """Measures in LOADED; answers what was measured in later phases."""
+        _check_step_size(max_step_tokens, max_sequences)
+        return await self._change(self._determine(epoch, max_step_tokens, max_sequences))
+
+    async def initialize_cache(self, epoch: int, num_blocks: int, block_size: int, max_model_len: int) -> int:
+        """LOADED → CACHED; answers the bytes of the KV tensors."""
+        check_number("block_count", num_blocks, 1, MAX_INT32)
+        check_number("block_size", block_size, 1, MAX_BLOCK_SIZE)
+        check_number("max_model_len", max_model_len, 1, MAX_INT32)
+        return await self._change(self._initialize_cache(epoch, num_blocks, block_size, max_model_len))
+
+    async def warm_up(self, epoch: int, size: Warm, progress: WarmUpProgress) -> None:
+        """CACHED → READY. After it steps up to `size` may come."""
+        _check_step_size(size.max_step_tokens, size.max_sequences)
+        await self._change(self._warm_up(epoch, size, progress))
+
+    async def reset(self, epoch: int, scheduler_id: str, to: Phase) -> Phase:
+        """Any phase → `to` or an earlier one, in a new epoch; drops all sequences."""
+        if self.state.is_new_epoch(epoch, scheduler_id):
+            self._interrupt(stale_epoch(held=epoch, got=self.state.epoch))
+        return await self._change(self._reset(epoch, scheduler_id, to))
+
+    def ready_session(self, epoch: int) -> StepSession:
+        """The session that a step stream joins. Raises StepwireError STALE_EPOCH or WRONG_PHASE."""
+        self.state.require_epoch(epoch)
+        if self.session is None:
+            raise self.state.wrong_phase("ExecuteModel", Phase.READY)
+        return self.session
+
+    async def shut_down(self, reason: StepwireError) -> None:
+        """Stops a load, ends the step stream after the step that is running, and waits for changes to end."""
+        for load in self._loads:
+            load.cancel_reason = reason
+        if self.session is not None:
+            self.session.drain(reason)
+        if self._changes:
+            await asyncio.wait(set(self._changes))
+
+    def _interrupt(self, reason: StepwireError) -> None:
+        for load in self._loads:
+            load.cancel_reason = reason
+        if self.session is not None:
+            self.session.end(reason)
+            self.session = None
+
+    async def _change(self, change: Coroutine[Any, Any, T]) -> T:
+        async def in_turn() -> T:
+            async with self._lock:
+                return await change
+
+        task = asyncio.create_task(in_turn())
+        self._changes.add(task)
+        task.add_done_callback(self._changed)
+        return await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[Any]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            # The caller may be gone; then nobody else takes the error.
+            task.exception()
+
+    async def _enter(self, phase: Phase) -> None:
+        self.state.phase = phase
+        _log.info("phase_entered", phase=phase.name, epoch=self.state.epoch, rank=self.rank)
+        await self._on_phase(phase)
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank; 0 before it has one."""
+        return 0 if self.state.place is None else self.state.place.rank
+
+    async def _init_device(self, epoch: int, scheduler_id: str, place: Place) -> DeviceInfo:
+        state = self.state
+        is_new = state.is_new_epoch(epoch, scheduler_id)
+        if not is_new and state.device is not None and state.place == place:
+            return state.device
+        if state.phase > Phase.INITIALISED or (not is_new and state.phase is Phase.INITIALISED):
+            raise state.wrong_phase(
+                "InitDevice", Phase.STARTING, remedy="call Reset to PHASE_INITIALISED with a new epoch"
+            )
+        device = await self._device.run(partial(_init_runtime, place=place))
+        state.take_epoch(epoch, scheduler_id)
+        state.device, state.place = device, place
+        await self._enter(Phase.INITIALISED)
+        return device
+
+    async def _load_model(self, epoch: int, model_path: str, dtype: str, progress: LoadProgress) -> LoadSummary:
+        state = self.state
+        try:
+            state.require_epoch(epoch)
+            path = await asyncio.to_thread(self._roots.resolve, model_path)
+            if state.loaded is not None and await self._is_held(state.loaded, path, dtype):
+                return replace(state.loaded.summary, already_loaded=True)
+            state.require_phase("LoadModel", Phase.INITIALISED)
+            summary = await self._device.run(partial(_load_runtime, path=path, dtype=dtype, progress=progress))
+        finally:
+            self._loads.discard(progress)
+        state.loaded, state.measured = Loaded(dtype, summary), None
+        await self._enter(Phase.LOADED)
+        return summary
+
+    async def _is_held(self, loaded: Loaded, path: Path, dtype: str) -> bool:
+        if dtype not in (loaded.dtype, loaded.summary.dtype):
+            return False
+        return await asyncio.to_thread(self._fingerprint_of, path) == loaded.summary.fingerprint
+
+    async def _determine(self, epoch: int, max_step_tokens: int, max_sequences: int) -> MemoryReport:
+        state = self.state
+        state.require_epoch(epoch)
+        measured = state.measured
+        if (
+            state.phase > Phase.LOADED
+            and measured is not None
+            and (measured.max_step_tokens, measured.max_sequences) == (max_step_tokens, max_sequences)
+        ):
+            return measured.report
+        state.require_phase("DetermineAvailableMemory", Phase.LOADED)
+        report = await self._device.run(lambda r: r.determine_available_memory(max_step_tokens, max_sequences))
+        state.measured = Measured(max_step_tokens, max_sequences, report)
+        return report
+
+    async def _initialize_cache(self, epoch: int, num_blocks: int, block_size: int, max_model_len: int) -> int:
+        state = self.state
+        state.require_epoch(epoch)
+        cached, loaded = state.cached, state.loaded
+        asked = (num_blocks, block_size, max_model_len)
+        if cached is not None and (cached.num_blocks, cached.block_size, cached.max_model_len) == asked:
+            return cached.cache_bytes
+        state.require_phase("InitializeCache", Phase.LOADED)
+        if loaded is not None:
+            _check_cache_size(num_blocks * block_size, max_model_len, loaded.summary, state.measured)
+        cache_bytes = await self._device.run(lambda r: r.initialize_cache(num_blocks, block_size, max_model_len))
+        state.cached, state.warm = Cached(num_blocks, block_size, max_model_len, cache_bytes), None
+        await self._enter(Phase.CACHED)
+        return cache_bytes
+
+    async def _warm_up(self, epoch: int, size: Warm, progress: WarmUpProgress) -> None:
+        state = self.state
+        state.require_epoch(epoch)
+        if state.phase is Phase.READY and state.warm == size:
+            return
+        state.require_phase("WarmUp", Phase.CACHED)
+        if state.measured is not None:
+            check_number("max_step_token_count", size.max_step_tokens, 1, state.measured.max_step_tokens)
+            check_number("max_sequence_count", size.max_sequences, 1, state.measured.max_sequences)
+        if state.warm != size:
+            await self._device.run(lambda r: r.warm_up(size.max_step_tokens, size.max_sequences, progress.report))
+            state.warm = size
+        self.session = self._new_session(size)
+        await self._enter(Phase.READY)
+
+    def _new_session(self, size: Warm) -> StepSession:
+        loaded, cached = self.state.loaded, self.state.cached
+        if loaded is None or cached is None:
+            raise RuntimeError("a session needs a model and a cache")
+        limits = StepLimits(
+            max_step_tokens=size.max_step_tokens,
+            max_sequences=size.max_sequences,
+            max_model_len=cached.max_model_len,
+            num_blocks=cached.num_blocks,
+            block_size=cached.block_size,
+            vocab_size=loaded.summary.vocab_size,
+        )
+        spans = SequenceSpans(self._tracer, rank=self.rank, epoch=self.state.epoch)
+        return StepSession(self.state.epoch, limits=limits, device=self._device, spans=spans)
+
+    async def _reset(self, epoch: int, scheduler_id: str, to: Phase) -> Phase:
+        state = self.state
+        if not state.is_new_epoch(epoch, scheduler_id):
+            if state.phase <= to:
+                return state.phase
+            remedy = "take a new epoch: this one has gone on"
+            raise state.wrong_phase("Reset", to, remedy=remedy)
+        self._interrupt(stale_epoch(held=epoch, got=state.epoch))
+        state.take_epoch(epoch, scheduler_id)
+        target = min(state.phase, to)
+        if state.phase > Phase.STARTING:
+            await self._device.run(lambda r: r.reset(target))
+        state.drop_to(target)
+        await self._enter(target)
+        return target
+
+
+def _init_runtime(runtime: Runtime, place: Place) -> DeviceInfo:
+    from worker_service.models.parallel import ParallelConfig  # It brings torch; see ports.py.
+
+    return runtime.init_device(
+        ParallelConfig(place.tensor_rank, place.tensor_parallel_size, place.pipeline_rank, place.pipeline_parallel_size)
+    )
+
+
+def _load_runtime(runtime: Runtime, path: Path, dtype: str, progress: LoadProgress) -> LoadSummary:
+    try:
+        return runtime.load_model(path, dtype, progress.report, progress.is_cancelled)
+    except Exception as error:
+        if progress.cancel_reason is not None:
+            raise progress.cancel_reason from error
+        raise
+
+
+def _check_place(place: Place) -> None:
+    check_number("tensor_parallel_size", place.tensor_parallel_size, 1, 1024)
+    check_number("pipeline_parallel_size", place.pipeline_parallel_size, 1, 1024)
+    check_number("tensor_rank", place.tensor_rank, 0, place.tensor_parallel_size - 1)
+    check_number("pipeline_rank", place.pipeline_rank, 0, place.pipeline_parallel_size - 1)
+
+
+def _check_step_size(max_step_tokens: int, max_sequences: int) -> None:
+    check_number("max_step_token_count", max_step_tokens, 1, MAX_STEP_TOKENS)
+    check_number("max_sequence_count", max_sequences, 1, MAX_SEQUENCES)
+
+
+def _check_cache_size(num_tokens: int, max_model_len: int, model: LoadSummary, measured: Measured | None) -> None:
+    if 0 < model.max_position_count < max_model_len:
+        raise out_of_range("max_model_len", str(max_model_len), f"at most the model's {model.max_position_count}")
+    needed = num_tokens * model.kv_bytes_per_token
+    if measured is not None and needed > measured.report.available_bytes:
+        available = measured.report.available_bytes
+        raise StepwireError(
+            "OUT_OF_MEMORY",
+            f"a KV cache of {num_tokens} tokens needs {needed} bytes and {available} are available",
+            {"field": "block_count", "needed_bytes": str(needed), "available_bytes": str(available)},
+        )

@@ -1,0 +1,52 @@
+"""What the RPC layer needs of a worker's runtime."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.step import StepInput, StepOutput
+
+if TYPE_CHECKING:
+    # It brings torch, which is imported on the device thread while the server already listens.
+    from worker_service.models.parallel import ParallelConfig
+
+
+class Runtime(Protocol):
+    """A device with what it holds. Every call blocks and is made on the device thread; errors are typed:
+    RuntimeFailure, CheckpointError, LoadCancelled, StateMismatch."""
+
+    def init_device(self, parallel: "ParallelConfig") -> DeviceInfo:
+        """Selects the device and this rank's place."""
+        ...
+
+    def load_model(
+        self, path: Path, dtype: str, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
+    ) -> LoadSummary:
+        """Loads this rank's shard. `progress(stage, loaded_bytes, total_bytes)` may be called very often."""
+        ...
+
+    def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
+        """Measures the largest step."""
+        ...
+
+    def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> int:
+        """Allocates the KV tensors and returns their bytes."""
+        ...
+
+    def warm_up(self, max_step_tokens: int, max_sequences: int, progress: Callable[[int, int], None]) -> None:
+        """Runs what would otherwise make first requests slow. `progress(done, total)`."""
+        ...
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Executes a step. Raises StateMismatch, with nothing changed, for one that disagrees with what is held."""
+        ...
+
+    def reset(self, phase: Phase) -> None:
+        """Goes back to an earlier phase and gives back what later ones took."""
+        ...
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences known. May be read from any thread."""
+        ...

@@ -1,0 +1,215 @@
+"""WorkerService over gRPC: messages to values and back, errors with their place. What happens is in lifecycle.py."""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import grpc
+
+from stepwire.rpc.errors import StepwireError
+from stepwire.v1 import worker_pb2, worker_pb2_grpc
+from worker_service.device_thread import DeviceThread
+from worker_service.rpc.failures import phase_failure, placed
+from worker_service.rpc.lifecycle import Lifecycle
+from worker_service.rpc.ports import Runtime
+from worker_service.rpc.progress import LoadProgress, WarmUpProgress, changes
+from worker_service.rpc.state import Place, Warm
+from worker_service.runtime.report import LoadSummary, Phase
+
+SERVICE_NAME = "stepwire.v1.WorkerService"
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+_RESET_TARGETS: Mapping[int, Phase] = {int(phase): phase for phase in (Phase.INITIALISED, Phase.LOADED, Phase.CACHED)}
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """All RPCs of worker.proto. Every error says in which phase, rank and host it arose."""
+
+    def __init__(self, lifecycle: Lifecycle, device: DeviceThread[Runtime]) -> None:
+        self._lifecycle = lifecycle
+        self._device = device
+        self._host = socket.gethostname()
+        self._num_calls = 0
+        self._last_call_s = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call ended; 0 while one goes on, such as the step stream."""
+        return 0.0 if self._num_calls else time.monotonic() - self._last_call_s
+
+    async def InitDevice(
+        self, request: worker_pb2.InitDeviceRequest, _context: _Context
+    ) -> worker_pb2.InitDeviceResponse:
+        """See worker.proto."""
+        place = Place(
+            request.tensor_rank,
+            request.tensor_parallel_size,
+            request.pipeline_rank,
+            request.pipeline_parallel_size,
+        )
+        with self._call():
+            device = await self._lifecycle.init_device(request.epoch, request.scheduler_id, place)
+        return worker_pb2.InitDeviceResponse(
+            device=device.device,
+            device_name=device.device_name,
+            total_memory_bytes=device.total_memory_bytes,
+            free_memory_bytes=device.free_memory_bytes,
+            host=self._host,
+            process_id=os.getpid(),
+        )
+
+    async def LoadModel(
+        self, request: worker_pb2.LoadModelRequest, _context: _Context
+    ) -> AsyncIterator[worker_pb2.LoadModelResponse]:
+        """See worker.proto."""
+        progress = LoadProgress()
+        load = asyncio.create_task(
+            self._lifecycle.load_model(request.epoch, request.model_path, request.dtype, progress)
+        )
+        with self._call():
+            try:
+                async with aclosing(changes(progress, load)) as reports:
+                    async for stage, loaded_bytes, total_bytes in reports:
+                        yield worker_pb2.LoadModelResponse(
+                            stage=stage, loaded_bytes=loaded_bytes, total_bytes=total_bytes
+                        )
+                summary = await load
+                _, loaded_bytes, total_bytes = progress.now
+                yield worker_pb2.LoadModelResponse(
+                    stage="finalise",
+                    loaded_bytes=loaded_bytes,
+                    total_bytes=total_bytes,
+                    summary=_load_summary(summary),
+                )
+            finally:
+                if not load.done():
+                    progress.cancel_reason = StepwireError("CANCELLED", "the caller cancelled the load")
+                    load.cancel()
+
+    async def DetermineAvailableMemory(
+        self, request: worker_pb2.DetermineAvailableMemoryRequest, _context: _Context
+    ) -> worker_pb2.DetermineAvailableMemoryResponse:
+        """See worker.proto."""
+        with self._call():
+            report = await self._lifecycle.determine_available_memory(
+                request.epoch, request.max_step_token_count, request.max_sequence_count
+            )
+        return worker_pb2.DetermineAvailableMemoryResponse(
+            available_bytes=report.available_bytes,
+            weight_bytes=report.weight_bytes,
+            activation_bytes=report.activation_bytes,
+            limit_bytes=report.limit_bytes,
+        )
+
+    async def InitializeCache(
+        self, request: worker_pb2.InitializeCacheRequest, _context: _Context
+    ) -> worker_pb2.InitializeCacheResponse:
+        """See worker.proto."""
+        with self._call():
+            cache_bytes = await self._lifecycle.initialize_cache(
+                request.epoch, request.block_count, request.block_size, request.max_model_len
+            )
+        return worker_pb2.InitializeCacheResponse(cache_bytes=cache_bytes)
+
+    async def WarmUp(
+        self, request: worker_pb2.WarmUpRequest, _context: _Context
+    ) -> AsyncIterator[worker_pb2.WarmUpResponse]:
+        """See worker.proto."""
+        progress = WarmUpProgress()
+        size = Warm(request.max_step_token_count, request.max_sequence_count)
+        work = asyncio.create_task(self._lifecycle.warm_up(request.epoch, size, progress))
+        with self._call():
+            try:
+                async with aclosing(changes(progress, work)) as reports:
+                    async for num_done, num_total in reports:
+                        if num_done < num_total:
+                            yield worker_pb2.WarmUpResponse(done_count=num_done, total_count=num_total)
+                await work
+                num_total = max(1, progress.now[1])
+                yield worker_pb2.WarmUpResponse(done_count=num_total, total_count=num_total)
+            finally:
+                work.cancel()
+
+    async def ExecuteModel(
+        self, request_iterator: AsyncIterator[worker_pb2.ExecuteModelRequest], _context: _Context
+    ) -> AsyncIterator[worker_pb2.ExecuteModelResponse]:
+        """See worker.proto."""
+        with self._call():
+            first = await anext(aiter(request_iterator), None)
+            if first is None:
+                return
+            if first.WhichOneof("message") != "open":
+                raise StepwireError("FIELD_INVALID", "the first message must be `open`", {"field": "message"})
+            session = self._lifecycle.ready_session(first.open.epoch)
+            stream = await session.open(first.open)
+            async with aclosing(stream.responses(request_iterator)) as responses:
+                async for response in responses:
+                    yield response
+
+    async def Reset(self, request: worker_pb2.ResetRequest, _context: _Context) -> worker_pb2.ResetResponse:
+        """See worker.proto."""
+        with self._call():
+            target = _RESET_TARGETS.get(request.to)
+            if target is None:
+                names = ", ".join(f"PHASE_{phase.name}" for phase in _RESET_TARGETS.values())
+                metadata = {"field": "to", "found": str(request.to), "expected": names}
+                raise StepwireError("FIELD_INVALID", f"to is {request.to}; expected one of {names}", metadata)
+            phase = await self._lifecycle.reset(request.epoch, request.scheduler_id, target)
+        return worker_pb2.ResetResponse(phase=worker_pb2.Phase.ValueType(phase))
+
+    async def GetStatus(
+        self, _request: worker_pb2.GetStatusRequest, _context: _Context
+    ) -> worker_pb2.GetStatusResponse:
+        """See worker.proto. Touches nothing that the device thread might hold."""
+        state, session, runtime = self._lifecycle.state, self._lifecycle.session, self._device.runtime
+        with self._call():
+            return worker_pb2.GetStatusResponse(
+                phase=worker_pb2.Phase.ValueType(state.phase),
+                epoch=state.epoch,
+                last_step_id=0 if session is None else session.guard.last_executed,
+                fingerprint="" if state.loaded is None else state.loaded.summary.fingerprint,
+                weight_bytes=0 if state.loaded is None else state.loaded.summary.weight_bytes,
+                cache_bytes=0 if state.cached is None else state.cached.cache_bytes,
+                sequence_count=0 if runtime is None else runtime.num_sequences,
+                host=self._host,
+                process_id=os.getpid(),
+            )
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Counts a call as contact with a scheduler, and gives its errors their place."""
+        place = {
+            "phase": self._lifecycle.state.phase.name,
+            "rank": str(self._lifecycle.rank),
+            "host": self._host,
+        }
+        self._num_calls += 1
+        try:
+            yield
+        except Exception as error:
+            failure = phase_failure(error)
+            if failure is None:
+                raise
+            raise placed(failure, place) from error
+        finally:
+            self._num_calls -= 1
+            self._last_call_s = time.monotonic()
+
+
+def _load_summary(summary: LoadSummary) -> worker_pb2.LoadSummary:
+    return worker_pb2.LoadSummary(
+        fingerprint=summary.fingerprint,
+        architecture=summary.architecture,
+        weight_bytes=summary.weight_bytes,
+        dtype=summary.dtype,
+        kv_bytes_per_token=summary.kv_bytes_per_token,
+        vocab_size=summary.vocab_size,
+        max_position_count=summary.max_position_count,
+        already_loaded=summary.already_loaded,
+        duration_ns=summary.duration_ns,
+    )

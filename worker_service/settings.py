@@ -1,0 +1,84 @@
+"""What can be set on a worker service."""
+
+import ipaddress
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class WorkerSettings(BaseModel):
+    """Settings of one worker process.
+
+    A worker that listens beyond loopback is reachable by strangers, so it must have a cluster key
+    and may load only below its model roots; settings without them are refused.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = Field("127.0.0.1", min_length=1, max_length=253, description="Address to listen on.")
+    port: int = Field(50061, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    device: str = Field(
+        "cpu", pattern=r"^(cpu|cuda(:\d{1,3})?)$", description='Device to run on: "cpu", "cuda" or "cuda:N".'
+    )
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads of the model; by default the cores this process may use."
+    )
+    memory_fraction: float = Field(
+        0.9, gt=0.0, le=1.0, description="Part of the device's memory that this process may use."
+    )
+    kv_cache_bytes: int | None = Field(
+        None, ge=1, le=2**50, description="Bytes for the KV cache; by default what memory_fraction leaves."
+    )
+    model_roots: list[str] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Folders that models may be loaded from; empty allows any path, on loopback only.",
+    )
+    cluster_key: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        pattern=r"^[\x21-\x7e]+$",
+        repr=False,
+        description="Key that a scheduler must present; required off loopback.",
+    )
+    scheduler_timeout: float | None = Field(
+        None,
+        gt=0.0,
+        le=31_536_000.0,
+        description="Seconds without a scheduler after which the worker exits; by default it waits for ever.",
+    )
+    otlp_endpoint: str | None = Field(
+        None, max_length=2048, description="OTLP/gRPC collector that spans go to; none by default."
+    )
+    trace_sample_ratio: float = Field(
+        1.0, ge=0.0, le=1.0, description="Part of the traces begun here that is sampled; callers decide for their own."
+    )
+    log_format: Literal["auto", "json", "pretty"] = Field(
+        "auto", description='Form of log lines: "json", "pretty", or "auto" for pretty on a terminal.'
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+
+    @model_validator(mode="after")
+    def _guard_exposure(self) -> "WorkerSettings":
+        if is_loopback(self.host):
+            return self
+        if self.cluster_key is None:
+            raise ValueError(
+                f"host {self.host} is reachable from other machines: set cluster_key, or listen on 127.0.0.1"
+            )
+        if not self.model_roots:
+            raise ValueError(
+                f"host {self.host} is reachable from other machines: set model_roots, or listen on 127.0.0.1"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a listener on `host`. A name other than localhost counts as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
