@@ -84,6 +84,7 @@ POLLED_METHODS: Final = frozenset(
         "grpc.health.v1.Health/Watch",
         "grpc.health.v1.Health/List",
         "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        "stepwire.v1.InferenceService/GetModel",
         "stepwire.v1.WorkerService/GetStatus",
     }
 )
