@@ -64,8 +64,8 @@ async def serve(settings: WorkerSettings, *, make_runtime: MakeRuntime | None = 
     )
     worker = Worker(settings, telemetry.tracer_provider, make_runtime or _make_runtime)
     try:
-        await worker.start()
         _watch_signals(worker)
+        await worker.start()
         code = await worker.wait()
         worker_ended = await worker.shut_down(code)
     except BindError as error:

@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from stepwire.rpc.errors import from_rpc_error
+from stepwire.rpc.errors import StepwireError, from_rpc_error
 from stepwire.v1 import worker_pb2 as pb
 from tests.support.fake_runtime import FakeRuntime, next_token
 from tests.support.worker_server import RunningWorker, Stream, decode_step, first_step, new_sequence, running_worker
@@ -378,13 +378,14 @@ async def test_shutting_down_answers_the_step_in_hand_and_no_more() -> None:
         for step_id in (2, 3, 4):
             await stream.send(decode_step(step_id, {1: step_id + 1}))
         await asyncio.to_thread(runtime.entered["execute"].wait, 10)
-        ending = asyncio.create_task(worker.worker.shut_down(ExitCode.STOPPED))
-        while not worker.worker._lifecycle.session._stream.skip_queued:
-            await asyncio.sleep(0.001)
+        reason = StepwireError("DRAINING", "the worker is shutting down")
+        ending = asyncio.create_task(worker.worker._lifecycle.shut_down(reason))
+        await asyncio.sleep(0)
+        assert not ending.done()
         gate.set()
         assert (await stream.receive()).step_id == 2
         assert from_rpc_error(await stream.error()).reason == "DRAINING"
-        assert await ending
+        await ending
         assert runtime.executed == [1, 2]
 
 

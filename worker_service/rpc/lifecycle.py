@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import structlog
 from opentelemetry.trace import Tracer
 
 from stepwire.rpc.errors import StepwireError
-from worker_service.device_thread import DeviceThread
+from worker_service.device_thread import DeviceStopped, DeviceThread
 from worker_service.rpc.guard import stale_epoch
 from worker_service.rpc.limits import StepLimits, check_number, out_of_range
 from worker_service.rpc.paths import ModelRoots
@@ -109,13 +110,15 @@ class Lifecycle:
         return self.session
 
     async def shut_down(self, reason: StepwireError) -> None:
-        """Stops a load, ends the step stream after the step that is running, and waits for changes to end."""
+        """Stops a load, ends the step stream after the step that is running, and waits for the device."""
         for load in self._loads:
             load.cancel_reason = reason
         if self.session is not None:
             self.session.drain(reason)
         if self._changes:
             await asyncio.wait(set(self._changes))
+        with suppress(DeviceStopped):
+            await self._device.run(lambda _runtime: None)
 
     def _interrupt(self, reason: StepwireError) -> None:
         for load in self._loads:
