@@ -1,0 +1,154 @@
+"""A scheduler's service in the test's event loop, on a fake worker and a tiny tokenizer."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from opentelemetry.trace import TracerProvider
+from tokenizers import Tokenizer
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.engine.engine import Engine, ServedModel
+from scheduler_service.engine.start import GroupStarter, StartPlan
+from scheduler_service.engine.template import ChatTemplate
+from scheduler_service.engine.tokens import Tokens
+from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
+from scheduler_service.rpc.worker_client import WorkerClient
+from stepwire.rpc.channel import create_channel
+from stepwire.rpc.errors import StepwireError, from_rpc_error
+from stepwire.rpc.server import add_standard_services, bind, create_server
+from stepwire.telemetry.trace import get_tracer
+from stepwire.v1 import inference_pb2 as pb
+from stepwire.v1 import inference_pb2_grpc
+from stepwire.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.support.fake_worker import FakeWorker, FakeWorkerServer, letter_ids
+from tests.support.tiny_checkpoint import CHAT_TEMPLATE, EOS_TOKEN_ID, tiny_tokenizer
+
+MODEL = "tiny"
+
+
+@dataclass
+class RunningScheduler:
+    """What a test needs of a scheduler that runs."""
+
+    engine: Engine
+    stub: Any
+    worker: FakeWorker
+    worker_server: FakeWorkerServer
+    tokenizer: Tokenizer
+    address: str
+
+    async def generate(self, timeout: float | None = 20.0, **fields: Any) -> list[pb.GenerateResponse]:
+        """All messages of one call. Raises StepwireError."""
+        try:
+            return [response async for response in self.stub.Generate(pb.GenerateRequest(**fields), timeout=timeout)]
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def error_of(self, **fields: Any) -> StepwireError:
+        """The error that a call ends with."""
+        try:
+            await self.generate(**fields)
+        except StepwireError as error:
+            return error
+        raise AssertionError("the call did not fail")
+
+    def free_blocks(self) -> int:
+        """Blocks that no sequence holds."""
+        return self.engine.model_info().num_free_blocks
+
+
+def start_plan(**changes: Any) -> StartPlan:
+    """A plan that the fake worker can satisfy."""
+    plan: dict[str, Any] = {
+        "model_path": "/models/tiny",
+        "dtype": "auto",
+        "fingerprint": "fake",
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": 320,
+        "max_model_len": 512,
+        "max_sequences": 8,
+        "max_step_tokens": 64,
+        "block_size": 16,
+        "num_blocks": None,
+        "worker_timeout_s": 10.0,
+    }
+    return StartPlan(**{**plan, **changes})
+
+
+@asynccontextmanager
+async def running_scheduler(
+    *,
+    tracer_provider: TracerProvider | None = None,
+    chat_template: str | None = CHAT_TEMPLATE,
+    step_timeout_s: float = 30.0,
+    max_queued_requests: int = 1024,
+    **plan_changes: Any,
+) -> AsyncIterator[RunningScheduler]:
+    """A scheduler that serves."""
+    tokenizer = tiny_tokenizer()
+    worker = FakeWorker(choices=letter_ids(tokenizer))
+    worker_server = FakeWorkerServer(worker)
+    await worker_server.start(tracer_provider)
+    tracer = get_tracer(tracer_provider)
+    engine = Engine(MODEL, tracer)
+    server = create_server(tracer_provider=tracer_provider, max_message_bytes=64 << 20)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine), server)
+    add_standard_services(server, [SERVICE_NAME])
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
+    await server.start()
+    client = WorkerClient(worker_server.address, key=None, tracer=tracer)
+    channel = create_channel(address, max_message_bytes=64 << 20)
+    plan = start_plan(**plan_changes)
+    try:
+        started = await GroupStarter([client], plan, tracer).start()
+        model = ServedModel(
+            architecture=plan.architecture,
+            vocab_size=plan.vocab_size,
+            max_model_len=plan.max_model_len,
+            eos_token_ids=(EOS_TOKEN_ID,),
+            tokens=Tokens(tokenizer, plan.vocab_size),
+            template=None if chat_template is None else ChatTemplate(chat_template, {}, time_limit_s=1.0),
+        )
+        config = SchedulerConfig(
+            num_blocks=started.num_blocks,
+            block_size=plan.block_size,
+            max_running=plan.max_sequences,
+            max_step_tokens=plan.max_step_tokens,
+            max_queued_requests=max_queued_requests,
+        )
+        await engine.begin(model, started, config, step_timeout_s=step_timeout_s)
+        stub = InferenceServiceStub(channel)
+        yield RunningScheduler(engine, stub, worker, worker_server, tokenizer, address)
+    finally:
+        await channel.close()
+        await server.stop(None)
+        await engine.close()
+        await client.close()
+        await worker_server.kill()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Waits until something is true that no event tells of."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def text_of(responses: list[pb.GenerateResponse], index: int = 0) -> str:
+    """The text of one sequence."""
+    return "".join(r.output.text for r in responses if r.HasField("output") and r.output.sequence_index == index)
+
+
+def tokens_of(responses: list[pb.GenerateResponse], index: int = 0) -> list[int]:
+    """The tokens of one sequence."""
+    outputs = [r.output for r in responses if r.HasField("output") and r.output.sequence_index == index]
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def last_output(responses: list[pb.GenerateResponse], index: int = 0) -> pb.GenerateOutput:
+    """The last message of one sequence."""
+    return [r.output for r in responses if r.HasField("output") and r.output.sequence_index == index][-1]
