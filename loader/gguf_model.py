@@ -181,8 +181,9 @@ def _llama3_parameters(path: Path, freqs: GgufTensor, theta: float, size: int) -
         )
     stored = struct.unpack(f"<{size // 2}f", _read_tensor(path, freqs))
     parameters = {"factor": _shortest(max(stored)), **_LLAMA3_ROPE}
-    computed = llama3_divisors(theta, size, parameters)
-    if any(not abs(a - b) <= 1e-3 * b for a, b in zip(stored, computed, strict=True)):
+    plausible = all(0.0 < value < 1e6 for value in stored)
+    computed = llama3_divisors(theta, size, parameters) if plausible else []
+    if not plausible or any(abs(a - b) > 1e-3 * b for a, b in zip(stored, computed, strict=True)):
         raise CheckpointError(
             "unsupported",
             f"{path}: the numbers in tensor {_ROPE_FREQS!r} are not those of llama3 scaling",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stepwire.v1.worker_pb2_grpc import WorkerServiceAsyncStub
 
 MODEL = "/models/tiny"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 @dataclass

@@ -1,0 +1,232 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loader.config import ModelConfig, RopeConfig
+from loader.errors import CheckpointError
+from loader.hf_config import read_hf_config
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def read(folder: Path, stored: str = "bfloat16", **changes: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps({**BASE, **changes}))
+    return read_hf_config(folder, stored)
+
+
+def refused(folder: Path, **changes: Any) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        read(folder, **changes)
+    assert caught.value.file is not None
+    return caught.value
+
+
+def test_defaults_of_the_family(tmp_path: Path) -> None:
+    config = read(tmp_path, num_key_value_heads=None, max_position_embeddings=None, rms_norm_eps=None)
+    assert config == ModelConfig(
+        architecture="LlamaForCausalLM",
+        family="llama",
+        vocab_size=320,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        intermediate_size=128,
+        max_position_count=2048,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(10000.0, None, {}),
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        hidden_act="silu",
+        dtype="bfloat16",
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+
+
+def test_head_dim_of_its_own(tmp_path: Path) -> None:
+    assert read(tmp_path, head_dim=32).head_dim == 32
+
+
+def test_mistral_without_window(tmp_path: Path) -> None:
+    config = read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=None)
+    assert (config.architecture, config.family, config.max_position_count) == ("MistralForCausalLM", "llama", 512)
+
+
+def test_mistral_is_served_within_its_window(tmp_path: Path) -> None:
+    config = read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=100)
+    assert config.max_position_count == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_theta": 5e5}, RopeConfig(5e5, None, {})),
+        ({"rope_scaling": None, "rope_theta": 7.0}, RopeConfig(7.0, None, {})),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, RopeConfig(1e4, "linear", {"factor": 4.0})),
+        ({"rope_scaling": {"rope_type": "default"}}, RopeConfig(1e4, None, {})),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 5e5}, RopeConfig(5e5, "llama3", LLAMA3)),
+        ({"rope_scaling": {"rope_type": "llama3", "type": "x", **LLAMA3}}, RopeConfig(1e4, "llama3", LLAMA3)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 9e4}}, RopeConfig(9e4, None, {})),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}, "rope_theta": 1.5},
+            RopeConfig(5e5, "llama3", LLAMA3),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2}, "original_max_position_embeddings": 256},
+            RopeConfig(1e4, "yarn", {"factor": 2, "original_max_position_embeddings": 256}),
+        ),
+    ],
+)
+def test_rope(tmp_path: Path, changes: dict[str, Any], expected: RopeConfig) -> None:
+    assert read(tmp_path, **changes).rope == expected
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "linear"},
+        {"type": "linear", "factor": 0},
+        {"type": "linear", "factor": "four"},
+        {"type": "linear", "factor": float("nan")},
+        {"rope_type": "llama3", "factor": 8.0},
+        {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0},
+        {"rope_type": 5},
+        {"type": "linear", "factor": 1.0, "rope_theta": -1},
+    ],
+)
+def test_rope_with_bad_numbers(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    assert refused(tmp_path, rope_scaling=scaling).code == "invalid"
+
+
+@pytest.mark.parametrize("scaling", [{"type": "spiral", "factor": 2.0}, {"full_attention": {"rope_type": "x"}}, [1]])
+def test_rope_we_do_not_have(tmp_path: Path, scaling: Any) -> None:
+    assert refused(tmp_path, rope_scaling=scaling).code == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("changes", "stored", "expected"),
+    [
+        ({"torch_dtype": "float16"}, "bfloat16", "float16"),
+        ({"dtype": "float32", "torch_dtype": "float16"}, "bfloat16", "float32"),
+        ({"torch_dtype": "torch.bfloat16"}, "float32", "bfloat16"),
+        ({"torch_dtype": None}, "float16", "float16"),
+        ({"torch_dtype": "auto"}, "float32", "float32"),
+    ],
+)
+def test_dtype(tmp_path: Path, changes: dict[str, Any], stored: str, expected: str) -> None:
+    assert read(tmp_path, stored, **changes).dtype == expected
+
+
+def test_generation_config_names_the_ends(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8, 7], "bos_token_id": 1}')
+    config = read(tmp_path, eos_token_id=2, bos_token_id=0)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (7, 8))
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(2, (2,)), ([2, 3], (2, 3)), (None, ()), (-1, ()), ([], ())])
+def test_eos_from_config(tmp_path: Path, eos: Any, expected: tuple[int, ...]) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert read(tmp_path, eos_token_id=eos).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("architectures", [["FancyForCausalLM"], [], None, "LlamaForCausalLM", [5], {"a": 1}])
+def test_unknown_architecture_names_those_we_have(tmp_path: Path, architectures: Any) -> None:
+    error = refused(tmp_path, architectures=architectures)
+    assert error.code == "unsupported"
+    assert "LlamaForCausalLM" in error.remedy
+
+
+def test_unknown_architecture_is_named(tmp_path: Path) -> None:
+    assert "FancyForCausalLM" in refused(tmp_path, architectures=["FancyForCausalLM"]).message
+
+
+def test_quantised_checkpoint_is_refused_by_method(tmp_path: Path) -> None:
+    error = refused(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert (error.code, error.found) == ("unsupported", "gptq")
+
+
+def test_partial_rotary(tmp_path: Path) -> None:
+    assert refused(tmp_path, partial_rotary_factor=0.5).code == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vocab_size", 0),
+        ("vocab_size", -5),
+        ("vocab_size", 1 << 40),
+        ("vocab_size", None),
+        ("vocab_size", "320"),
+        ("vocab_size", True),
+        ("hidden_size", 1 << 30),
+        ("hidden_size", 66),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 10**9),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 3),
+        ("num_key_value_heads", 8),
+        ("head_dim", 15),
+        ("head_dim", 0),
+        ("intermediate_size", 1.5),
+        ("max_position_embeddings", 0),
+        ("max_position_embeddings", 10**12),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", float("inf")),
+        ("rope_theta", 0),
+        ("rope_theta", float("nan")),
+        ("tie_word_embeddings", "yes"),
+        ("attention_bias", 1),
+        ("hidden_act", 5),
+        ("eos_token_id", 320),
+        ("eos_token_id", [1, "2"]),
+        ("bos_token_id", True),
+    ],
+)
+def test_value_out_of_bounds(tmp_path: Path, name: str, value: Any) -> None:
+    error = refused(tmp_path, **{name: value})
+    assert error.code == "invalid"
+    assert error.expected
+
+
+def test_unknown_dtype(tmp_path: Path) -> None:
+    assert refused(tmp_path, torch_dtype="int3").code == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[1]", "not an object"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git-LFS"),
+        (b"<html>", "web page"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    ],
+)
+def test_broken_config_file(tmp_path: Path, content: bytes, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        read_hf_config(tmp_path, "bfloat16")
+    assert text in caught.value.message
+
+
+def test_config_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(BASE).encode())
+    assert read_hf_config(tmp_path, "bfloat16").vocab_size == 320
