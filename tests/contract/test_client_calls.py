@@ -1,168 +1,22 @@
-"""Both clients against a service that plays back a script, over real gRPC."""
+"""Calls of both clients against a service that plays back a script, over real gRPC."""
 
 import asyncio
-import gc
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace import StatusCode as SpanStatus
 
 from stepwire import AsyncClient, Client, Message, StepwireError
-from stepwire.client import Completion, Event, Finished, FinishReason, Model, ModelState, Output, Started, Usage
-from stepwire.rpc.server import bind, create_server
+from stepwire.client import Completion, Finished, FinishReason, Model, ModelState, Output, Started, Usage
 from stepwire.telemetry import names
 from stepwire.v1 import inference_pb2 as pb
-from stepwire.v1 import inference_pb2_grpc
-
-
-def output(position: int, text: str, **fields: Any) -> pb.GenerateResponse:
-    return pb.GenerateResponse(output=pb.GenerateOutput(position=position, token_ids=[position], text=text, **fields))
-
-
-STARTED = pb.GenerateResponse(
-    started=pb.GenerateStarted(request_id="r", seed=2**64 - 1, model="m", prompt_token_count=3)
-)
-FINISHED = pb.GenerateResponse(
-    finished=pb.GenerateFinished(usage=pb.Usage(prompt_token_count=3, output_token_count=2, cached_token_count=1))
-)
-LAST = output(1, " there", finish_reason=pb.FINISH_REASON_STOP, stop_token_id=0)
-SCRIPT = [STARTED, output(0, "hello"), LAST, FINISHED]
-
-
-class Service(inference_pb2_grpc.InferenceServiceServicer):
-    """Sends `script`, then raises `error`, or with `hold` waits; counts how its streams are left."""
-
-    def __init__(self) -> None:
-        self.script: Sequence[pb.GenerateResponse] = SCRIPT
-        self.error: StepwireError | None = None
-        self.hold = False
-        self.requests: list[Any] = []
-        self.metadata: list[dict[str, str]] = []
-        self.model_states: list[Any] = [pb.MODEL_STATE_READY]
-        self.reached = asyncio.Event()
-        self.both_reached = asyncio.Event()
-        self.left = asyncio.Event()
-
-    async def _begin(self, request: Any, context: Any) -> None:
-        self.requests.append(request)
-        self.metadata.append(dict(context.invocation_metadata()))
-        if self.error and not self.script:
-            raise self.error
-
-    async def _finish(self) -> None:
-        self.reached.set()
-        if len(self.requests) == 2:
-            self.both_reached.set()
-        if self.error:
-            raise self.error
-        if self.hold:
-            await asyncio.Event().wait()
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        try:
-            await self._begin(request, context)
-            for response in self.script:
-                yield response
-            await self._finish()
-        finally:
-            self.left.set()
-
-    async def Tokenize(self, request: Any, context: Any) -> pb.TokenizeResponse:
-        try:
-            await self._begin(request, context)
-            await self._finish()
-            return pb.TokenizeResponse(token_ids=[1, 2])
-        finally:
-            self.left.set()
-
-    async def Detokenize(self, request: Any, context: Any) -> pb.DetokenizeResponse:
-        await self._begin(request, context)
-        return pb.DetokenizeResponse(text="text")
-
-    async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:
-        await self._begin(request, context)
-        return pb.ListModelsResponse(models=[pb.Model(name="a"), pb.Model(name="b")])
-
-    async def GetModel(self, request: Any, context: Any) -> pb.GetModelResponse:
-        await self._begin(request, context)
-        state = self.model_states.pop(0) if len(self.model_states) > 1 else self.model_states[0]
-        return pb.GetModelResponse(model=pb.Model(name="a", state=state, eos_token_ids=[2], block_count=9))
-
-
-class Exporter(InMemorySpanExporter):
-    """Says on its event loop that a span has ended, whichever thread ended it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loop = asyncio.get_running_loop()
-        self.exported = asyncio.Event()
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = super().export(spans)
-        self.loop.call_soon_threadsafe(self.exported.set)
-        return result
-
-
-class Rig:
-    """A service, and one way of calling it: `kind` is "sync" or "async"."""
-
-    def __init__(self, kind: str, target: str, service: Service, key: str | None) -> None:
-        self.exporter = Exporter()
-        self.provider = TracerProvider(shutdown_on_exit=False)
-        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.target = target
-        self.service = service
-        self.client: Any = (Client if kind == "sync" else AsyncClient)(target, key=key, tracer_provider=self.provider)
-        self.is_sync = kind == "sync"
-
-    async def do(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        function = getattr(self.client, method)
-        return await (asyncio.to_thread(function, *args, **kwargs) if self.is_sync else function(*args, **kwargs))
-
-    async def events(self, *args: Any, into: list[Event] | None = None, **kwargs: Any) -> list[Event]:
-        events: list[Event] = [] if into is None else into
-        if self.is_sync:
-            await asyncio.to_thread(lambda: events.extend(self.client.generate(*args, **kwargs)))
-        else:
-            async for event in self.client.generate(*args, **kwargs):
-                events.append(event)
-        return events
-
-    async def span(self) -> ReadableSpan:
-        async with asyncio.timeout(5):
-            await self.exporter.exported.wait()
-        (span,) = self.exporter.get_finished_spans()
-        return span
-
-    async def close(self) -> None:
-        await self.do("close")
-
-
-@asynccontextmanager
-async def running(kind: str, *, key: str | None = None) -> AsyncIterator[Rig]:
-    service = Service()
-    server = create_server(tracer_provider=None, max_message_bytes=1 << 20, key=key)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
-    target = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
-    await server.start()
-    rig = Rig(kind, target, service, key)
-    try:
-        yield rig
-    finally:
-        await rig.close()
-        await server.stop(0)
+from tests.support.client_rig import SCRIPT, Rig, output, running
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -282,137 +136,6 @@ async def test_a_timeout(rig: Rig, method: str) -> None:
     assert_span(await rig.span(), method.replace("complete", "generate").capitalize(), "DEADLINE_EXCEEDED")
 
 
-@pytest.mark.parametrize("way", ["break", "never", "close", "with", "raise", "collected"])
-async def test_dropping_a_stream_cancels_its_request(rig: Rig, way: str) -> None:
-    rig.service.script, rig.service.hold = SCRIPT[:2], True
-    gc.disable()  # But for "collected", reference counts alone must do.
-    try:
-        if rig.is_sync:
-            await asyncio.to_thread(drop_sync, rig.client, way)
-        else:
-            await drop_async(rig, way)
-        async with asyncio.timeout(2):
-            await rig.service.left.wait()
-    finally:
-        gc.enable()
-    assert_span(await rig.span(), "Generate", "CANCELLED")
-
-
-def drop_sync(client: Client, way: str) -> None:
-    if way == "break":
-        for _ in client.generate("hi"):
-            break
-    elif way == "never":
-        stream = client.generate("hi")
-        time.sleep(0.05)  # The request goes out in the background.
-        del stream
-    elif way == "close":
-        stream = client.generate("hi")
-        next(stream)
-        stream.close()
-        stream.close()
-        assert list(stream) == []
-    elif way == "with":
-        with client.generate("hi") as stream:
-            next(stream)
-    elif way == "raise":
-        with pytest.raises(KeyError):
-            for _ in client.generate("hi"):
-                raise KeyError
-    else:
-        stream = client.generate("hi")
-        next(stream)
-        cycle: list[Any] = [stream]
-        cycle.append(cycle)
-        del stream, cycle
-        gc.collect()
-
-
-async def drop_async(rig: Rig, way: str) -> None:
-    client: AsyncClient = rig.client
-    if way == "break":
-        async for _ in client.generate("hi"):
-            break
-    elif way == "never":
-        stream = client.generate("hi")
-        await rig.service.reached.wait()
-        del stream
-    elif way == "close":
-        stream = client.generate("hi")
-        await anext(stream)
-        stream.close()
-        stream.close()
-        assert [event async for event in stream] == []
-    elif way == "with":
-        async with aclosing(client.generate("hi")) as stream:
-            await anext(stream)
-    elif way == "raise":
-        with pytest.raises(KeyError):
-            async for _ in client.generate("hi"):
-                raise KeyError
-    else:
-        stream = client.generate("hi")
-        await anext(stream)
-        cycle: list[Any] = [stream]
-        cycle.append(cycle)
-        del stream, cycle
-        await asyncio.to_thread(gc.collect)  # In another thread than the loop's, as may happen.
-
-
-async def test_a_task_that_is_cancelled_cancels_its_request() -> None:
-    for method in ("complete", "tokenize"):
-        async with running("async") as rig:
-            rig.service.hold = True
-            task = asyncio.create_task(getattr(rig.client, method)("hi"))
-            await rig.service.reached.wait()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            async with asyncio.timeout(2):
-                await rig.service.left.wait()
-            assert (await rig.span()).status.status_code is SpanStatus.ERROR
-
-
-async def test_closing_a_stream_that_another_task_reads_is_not_that_tasks_cancellation() -> None:
-    async with running("async") as rig:
-        rig.service.script, rig.service.hold = SCRIPT[:1], True
-        stream = rig.client.generate("hi")
-        await anext(stream)
-        reader = asyncio.create_task(anext(stream))
-        await rig.service.reached.wait()
-        await asyncio.sleep(0.02)  # Let the reader wait for its message; no event says that it does.
-        stream.close()
-        with pytest.raises(StepwireError) as caught:
-            await reader
-        assert caught.value.reason == "CANCELLED"
-
-
-async def test_closing_a_stream_that_another_thread_reads() -> None:
-    async with running("sync") as rig:
-        rig.service.script, rig.service.hold = SCRIPT[:1], True
-        stream = rig.client.generate("hi")
-        await asyncio.to_thread(next, stream)
-        reader = asyncio.create_task(asyncio.to_thread(next, stream))
-        await rig.service.reached.wait()
-        await asyncio.sleep(0.02)
-        await asyncio.to_thread(stream.close)
-        with pytest.raises(StepwireError) as caught:
-            await reader
-        assert caught.value.reason == "CANCELLED"
-
-
-async def test_closing_the_client_ends_its_calls(rig: Rig) -> None:
-    rig.service.hold = True
-    calls = [asyncio.create_task(rig.do("complete", "hi")), asyncio.create_task(rig.do("tokenize", "hi"))]
-    while len(rig.service.requests) < 2:
-        await asyncio.sleep(0.005)
-    await rig.close()
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(result) for result in results] == [StepwireError, StepwireError]
-    with pytest.raises(StepwireError, match="closed"):
-        await rig.do("tokenize", "hi")
-
-
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_a_key_is_sent(kind: str) -> None:
     async with running(kind, key="secret") as rig:
@@ -481,16 +204,3 @@ async def test_many_threads_share_one_client() -> None:
         for thread in threads:
             await asyncio.to_thread(thread.join)
         assert results == ["hello there"] * 40
-
-
-async def test_a_process_that_ends_in_the_middle_of_a_stream_is_quiet() -> None:
-    async with running("sync") as rig:
-        rig.service.script, rig.service.hold = SCRIPT[:1], True
-        code = "import sys, stepwire; s = stepwire.Client(sys.argv[1]).generate('hi'); print(next(s).model)"
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, rig.target, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        out, err = await asyncio.wait_for(process.communicate(), 30)
-        assert (process.returncode, out, err) == (0, b"m\n", b"")
-        async with asyncio.timeout(2):
-            await rig.service.left.wait()
