@@ -38,6 +38,8 @@ def explain(error: BaseException) -> str | None:
     for module, name in _EXPECTED:
         known = getattr(sys.modules.get(module), name, None)
         if known is not None and isinstance(error, known):
+            if isinstance(error, OSError):
+                return error.strerror or str(error)
             reason = getattr(error, "reason", None)
             return f"{error} ({reason})" if reason else str(error)
     if isinstance(error, BaseExceptionGroup):

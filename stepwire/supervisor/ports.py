@@ -3,7 +3,7 @@
 import errno
 import socket
 
-from stepwire.rpc.server import AddressInUse
+from stepwire.rpc.server import AddressInUse, BindError
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -14,7 +14,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises AddressInUse when somebody listens on the address. Other troubles are left to the service to report."""
+    """Raises AddressInUse when somebody listens on the address, BindError when it cannot be listened on at all."""
     try:
         # With SO_REUSEADDR, as gRPC does: connections that a former listener left in TIME_WAIT do not count.
         socket.create_server((host, port), family=_family(host)).close()
@@ -22,6 +22,10 @@ def check_free(host: str, port: int) -> None:
         if error.errno == errno.EADDRINUSE:
             text = f"{host}:{port} is in use by another process: stop it, or choose another port with --port"
             raise AddressInUse(errno.EADDRINUSE, text) from error
+        text = (
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another address with --host and --port"
+        )
+        raise BindError(error.errno or 0, text) from error
 
 
 def _family(host: str) -> socket.AddressFamily:

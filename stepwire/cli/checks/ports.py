@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from stepwire.cli.checks.finding import Finding
-from stepwire.rpc.server import AddressInUse
+from stepwire.rpc.server import AddressInUse, BindError
 from stepwire.supervisor.ports import check_free
 
 _LISTEN = "0A"
@@ -22,9 +22,9 @@ def check_port(host: str, port: int) -> Finding:
         who = owner_of(port)
         remedy = "stop that process, or choose another port with --port"
         return Finding("fail", "port", f"{where} is in use by {who or 'a process that this user may not see'}", remedy)
-    except OSError as error:
+    except BindError as error:
         remedy = "choose an address of this machine with --host; 127.0.0.1 is reachable from here alone"
-        return Finding("fail", "port", f"{where}: {error.strerror or error}", remedy)
+        return Finding("fail", "port", str(error.strerror), remedy)
     return Finding("ok", "port", f"{where} is free")
 
 

@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from stepwire.rpc.server import AddressInUse
+from stepwire.rpc.server import AddressInUse, BindError
 from stepwire.supervisor.ports import check_free, free_port
 
 
@@ -19,5 +19,7 @@ def test_a_port_in_use_is_named_with_a_remedy() -> None:
             check_free("127.0.0.1", port)
 
 
-def test_other_troubles_are_left_to_the_service() -> None:
-    check_free("203.0.113.1", 1)
+@pytest.mark.parametrize("host", ["203.0.113.1", "no such host"])
+def test_an_address_of_another_machine_is_named_with_a_remedy(host: str) -> None:
+    with pytest.raises(BindError, match=f"cannot listen on {host}:1: .* --host"):
+        check_free(host, 1)

@@ -1,0 +1,48 @@
+"""The client that a command calls a server with."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from stepwire.cli.errors import CommandError
+from stepwire.cli.target import target_option, unreachable
+from stepwire.client import Client, StepwireError
+from stepwire.telemetry import names
+from stepwire.telemetry.setup import Telemetry
+
+
+def connection_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds what `connect` reads, and the name of the model."""
+    function = click.option(
+        "--otlp-endpoint",
+        envvar="STEPWIRE_OTLP_ENDPOINT",
+        metavar="URL",
+        help="Send this command's spans there. [STEPWIRE_OTLP_ENDPOINT]",
+    )(function)
+    function = click.option("--timeout", type=float, help="Seconds for the whole request; no limit by default.")(
+        function
+    )
+    function = click.option("--model", default="", help="Name of the model; by default the only one.")(function)
+    return target_option(function)
+
+
+@contextmanager
+def connect(options: Mapping[str, Any]) -> Iterator[Client]:
+    """A client by the options; says what to do when nobody answers. Spans are sent when it is left."""
+    try:
+        telemetry = Telemetry.start(names.SERVICE_CLIENT, otlp_endpoint=options["otlp_endpoint"])
+    except ValueError as error:
+        raise CommandError(f"--otlp-endpoint: {error}") from error
+    try:
+        with Client(options["target"], tracer_provider=telemetry.tracer_provider) as client:
+            yield client
+    except StepwireError as error:
+        raise _friendly(error, options["target"]) from error
+    finally:
+        telemetry.shutdown()
+
+
+def _friendly(error: StepwireError, target: str) -> Exception:
+    return unreachable(target, error.message) if "target" in error.metadata else error

@@ -1,0 +1,126 @@
+"""`stepwire generate`."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections import defaultdict
+from typing import Any
+
+import click
+
+from stepwire.cli.connection import connect, connection_options
+from stepwire.cli.sampling_options import sampling_from, sampling_options
+from stepwire.client.types import Event, Finished, Message, Output, Prompt, Started
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the model's chat template.")
+@click.option("--system", help="System message to send before it; implies --chat.")
+@click.option("--n", type=int, help="Number of answers.")
+@click.option("--logprobs", type=int, help="Log-probabilities of so many most likely tokens, on standard error.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for each event, a line each.")
+@click.option("--stats", is_flag=True, help="Tokens and times at the end, on standard error.")
+@click.option("--request-id", default="", help="Id of the request; by default the service makes one.")
+@click.option("--priority", type=int, default=0, help="Higher goes first; 0 by default.")
+@sampling_options
+@connection_options
+def generate(prompt: str, *, chat: bool, system: str | None, **options: Any) -> None:
+    """Continue PROMPT ("-" reads it from standard input), streaming the answer.
+
+    Standard output carries the answer and nothing else. Ctrl-C cancels the request.
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    content = _messages(text, system) if chat or system is not None else text
+    printer: _JsonPrinter | _TextPrinter = (
+        _JsonPrinter() if options["as_json"] else _TextPrinter(num_sequences=options["n"] or 1)
+    )
+    stats = _Stats()
+    sampling = sampling_from(options, n=options["n"], logprobs=options["logprobs"])
+    with connect(options) as client:
+        keywords = {name: options[name] for name in ("model", "request_id", "priority", "timeout")}
+        try:
+            with client.generate(content, sampling=sampling, **keywords) as stream:
+                for event in stream:
+                    printer.show(event)
+                    stats.add(event)
+        finally:
+            printer.end()
+    if options["stats"]:
+        click.echo(stats.text(), err=True)
+
+
+def _messages(text: str, system: str | None) -> Prompt:
+    first = [] if system is None else [Message("system", system)]
+    return [*first, Message("user", text)]
+
+
+class _TextPrinter:
+    """Prints text as it comes; of several sequences each one when it is whole, since they come interleaved."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self._is_single = num_sequences == 1
+        self._texts: dict[int, str] = defaultdict(str)
+        self._is_line_open = False
+
+    def show(self, event: Event) -> None:
+        if not isinstance(event, Output):
+            return
+        if self._is_single:
+            click.echo(event.text, nl=False)
+            self._is_line_open = True
+        else:
+            self._texts[event.sequence_index] += event.text
+        for offset, entry in enumerate(event.logprobs):
+            top = "  ".join(f"{other.token_id}:{other.logprob:.4f}" for other in entry.top)
+            position, sampled = event.position + offset, entry.sampled
+            head = f"[{event.sequence_index}] {position:5}  {sampled.token_id:7} {sampled.logprob:9.4f}"
+            click.echo(f"{head}  {top}".rstrip(), err=True)
+
+    def end(self) -> None:
+        if self._is_line_open:
+            click.echo()
+        for index, text in sorted(self._texts.items()):
+            click.echo(f"[{index}] {text}")
+
+
+class _JsonPrinter:
+    """Prints each event as it comes."""
+
+    def show(self, event: Event) -> None:
+        click.echo(json.dumps({"event": type(event).__name__.lower(), **dataclasses.asdict(event)}, ensure_ascii=False))
+
+    def end(self) -> None:
+        """Nothing is left to print."""
+
+
+class _Stats:
+    """What a request used and how long it took, as this side saw it."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._first: float | None = None
+        self._started: Started | None = None
+        self._finished: Finished | None = None
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self._started = event
+        elif isinstance(event, Finished):
+            self._finished = event
+        elif self._first is None:
+            self._first = time.monotonic()
+
+    def text(self) -> str:
+        """Two lines at most."""
+        if self._started is None or self._finished is None or self._first is None:
+            return "no output"
+        now, usage = time.monotonic(), self._finished.usage
+        rate = (usage.num_output_tokens - 1) / (now - self._first) if usage.num_output_tokens > 1 else 0.0
+        return (
+            f"request {self._started.request_id}, model {self._started.model}, seed {self._started.seed}\n"
+            f"{usage.num_prompt_tokens} prompt tokens ({usage.num_cached_tokens} cached), "
+            f"{usage.num_output_tokens} output tokens; queued {self._finished.queue_s:.3f} s, "
+            f"first token after {self._first - self._began:.3f} s, {rate:.1f} tokens/s"
+        )

@@ -1,0 +1,39 @@
+"""Sampling by flags."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from stepwire.client.types import SamplingParams
+
+_OPTIONS: tuple[tuple[str, Any, str], ...] = (
+    ("max_tokens", int, "Most tokens of output; by default what the context leaves."),
+    ("min_tokens", int, "Nothing but the length ends the output before this many tokens."),
+    ("temperature", float, "0 always takes the most likely token; 1 by default."),
+    ("top_k", int, "Draw from the k most likely tokens; 0 from all."),
+    ("top_p", float, "Draw from the most likely tokens whose probability reaches this."),
+    ("min_p", float, "Draw from tokens at least this fraction as likely as the most likely one."),
+    ("seed", int, "Makes the draw repeatable."),
+    ("repetition_penalty", float, "Above 1 makes tokens of prompt and output less likely."),
+    ("presence_penalty", float, "Above 0 makes tokens of the output less likely."),
+    ("frequency_penalty", float, "The same, for each time that a token was used."),
+)
+
+
+def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the sampling flags; `sampling_from` reads them."""
+    function = click.option("--ignore-eos", is_flag=True, help="Do not end at the model's own end tokens.")(function)
+    function = click.option(
+        "--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End with this token; may be repeated."
+    )(function)
+    function = click.option("--stop", multiple=True, help="End before this text; may be repeated.")(function)
+    for name, kind, text in reversed(_OPTIONS):
+        function = click.option("--" + name.replace("_", "-"), type=kind, help=text)(function)
+    return function
+
+
+def sampling_from(options: Mapping[str, Any], **more: Any) -> SamplingParams:
+    """The sampling that the flags ask for. Takes its own flags out of all that a command was given."""
+    names = [*(name for name, _, _ in _OPTIONS), "stop", "stop_token_ids", "ignore_eos"]
+    return SamplingParams(**{name: options[name] for name in names}, **more)

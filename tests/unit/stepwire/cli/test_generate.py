@@ -1,0 +1,122 @@
+import json
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from stepwire.rpc.errors import StepwireError
+
+
+def test_standard_output_is_the_answer_alone(command: Any) -> None:
+    done = command("generate", "The capital of France is")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "Paris.\n", "")
+    assert command.service.requests[0].text == "The capital of France is"
+
+
+def test_chat_sends_messages(command: Any) -> None:
+    command("generate", "--chat", "Hi")
+    command("generate", "--system", "Be brief.", "Hi")
+    chat, with_system = command.service.requests
+    assert [(turn.role, turn.content) for turn in chat.messages.messages] == [("user", "Hi")]
+    assert [turn.role for turn in with_system.messages.messages] == ["system", "user"]
+
+
+def test_a_dash_reads_standard_input(command: Any) -> None:
+    command("generate", "-", stdin="from a pipe\n")
+    assert command.service.requests[0].text == "from a pipe\n"
+
+
+def test_every_sampling_flag_reaches_the_request(command: Any) -> None:
+    flags = {
+        "max-tokens": 9,
+        "min-tokens": 1,
+        "temperature": 0.5,
+        "top-k": 4,
+        "top-p": 0.75,
+        "min-p": 0.25,
+        "seed": 2**64 - 1,
+        "repetition-penalty": 1.5,
+        "presence-penalty": 0.5,
+        "frequency-penalty": -0.5,
+        "n": 1,
+        "logprobs": 1,
+    }
+    arguments = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    command("generate", "x", *arguments, "--stop", "a", "--stop", "b", "--stop-token-id", "3", "--ignore-eos")
+    sampling = command.service.requests[0].sampling
+    for name, value in flags.items():
+        assert getattr(sampling, name.replace("-", "_")) == value
+    assert (list(sampling.stop), list(sampling.stop_token_ids), sampling.ignore_eos) == (["a", "b"], [3], True)
+
+
+def test_what_is_not_asked_for_is_not_sent(command: Any) -> None:
+    command("generate", "x")
+    assert not command.service.requests[0].sampling.ListFields()
+
+
+def test_several_answers_are_printed_whole(command: Any) -> None:
+    assert command("generate", "x", "--n", "2").stdout == "[0] Paris.\n[1] Paris.\n"
+
+
+def test_log_probabilities_go_to_standard_error(command: Any) -> None:
+    done = command("generate", "x", "--logprobs", "1")
+    assert done.stdout == "Paris.\n"
+    assert done.stderr.splitlines()[0] == "[0]     0      100   -0.2500  100:-0.2500"
+    assert len(done.stderr.splitlines()) == 3
+
+
+def test_json_has_every_event(command: Any) -> None:
+    done = command("generate", "x", "--json", "--logprobs", "0")
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [event["event"] for event in events] == ["started", "output", "output", "output", "finished"]
+    assert "".join(event["text"] for event in events[1:-1]) == "Paris."
+    assert events[1]["logprobs"][0]["sampled"] == {"token_id": 100, "logprob": -0.25}
+    assert events[-1]["usage"]["num_prompt_tokens"] == 5
+
+
+def test_stats_go_to_standard_error(command: Any) -> None:
+    done = command("generate", "x", "--stats")
+    assert done.stdout == "Paris.\n"
+    assert "5 prompt tokens (2 cached), 3 output tokens" in done.stderr
+
+
+def test_a_refusal_is_one_line_with_its_reason(command: Any) -> None:
+    command.service.error = StepwireError("QUEUE_FULL", "the queue is full", retry_after_s=1.0)
+    done = command("generate", "x")
+    assert (done.exit_code, done.stdout, done.stderr) == (1, "", "Error: the queue is full (QUEUE_FULL)\n")
+
+
+def test_nobody_there_says_what_to_do(command: Any) -> None:
+    command.target = "127.0.0.1:1"
+    done = command("generate", "x")
+    assert "nobody listens on 127.0.0.1:1: start `stepwire serve`" in done.stderr
+    assert (done.exit_code, done.stdout) == (1, "")
+
+
+def test_a_wrong_otlp_endpoint_is_named(command: Any) -> None:
+    done = command("generate", "x", "--otlp-endpoint", "ftp://x")
+    assert "--otlp-endpoint" in done.stderr
+
+
+def test_a_sampled_traceparent_is_sent(command: Any) -> None:
+    command("generate", "x", "--otlp-endpoint", "127.0.0.1:1")
+    flags = command.service.metadata[0]["traceparent"].rpartition("-")[2]
+    assert int(flags, 16) & 1
+
+
+@pytest.mark.parametrize("chatty", [["generate", "x"], ["generate", "x", "--json"]])
+def test_ctrl_c_cancels_the_request(command: Any, chatty: list[str]) -> None:
+    command.service.hang_after = 1
+    arguments = [sys.executable, "-m", "stepwire.cli.main", *chatty, "--target", command.target]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        # The request runs once its first output is here.
+        while "Par" not in (read := process.stdout.read(1)) and read != "P" and read:
+            pass
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert command.service.cancelled.wait(10)

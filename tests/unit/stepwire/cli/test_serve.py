@@ -1,0 +1,112 @@
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_service.settings import SchedulerSettings
+from stepwire.cli.errors import SettingsError
+from stepwire.cli.serve import child_spec, plan, without_settings
+from stepwire.cli.settings_groups import SCHEDULER, SERVE, WORKER, SettingsGroup
+from stepwire.cli.settings_options import Settings, gather
+from worker_service.settings import WorkerSettings
+
+
+def given(**flags: object) -> Settings:
+    return gather(SERVE, {"model": "/m", **flags}, {}, None)
+
+
+def parsed(group: SettingsGroup, command: tuple[str, ...], environment: Mapping[str, str]) -> Settings:
+    """What a child makes of its command line."""
+    flags: dict[str, object] = {}
+    for argument in command:
+        name, _, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--no-"):
+            flags[argument.removeprefix("--no-").replace("-", "_")] = False
+        elif argument.startswith("--"):
+            flags[name.replace("-", "_")] = value
+    return gather(group, flags, environment, None)
+
+
+def test_the_scheduler_finds_its_worker_and_both_share_a_fresh_key() -> None:
+    scheduler, worker, _ = plan(given())
+    assert scheduler.workers == [f"127.0.0.1:{worker.port}"]
+    assert worker.host == "127.0.0.1"
+    assert scheduler.cluster_key == worker.cluster_key
+    assert len(scheduler.cluster_key or "") >= 32
+    assert plan(given())[0].cluster_key != scheduler.cluster_key
+
+
+def test_each_process_gets_its_settings() -> None:
+    key = "a-key-of-enough-letters"
+    flags = {
+        "port": "7",
+        "host": "0.0.0.0",
+        "threads": "2",
+        "log_level": "debug",
+        "cluster_key": key,
+        "dtype": "float32",
+    }
+    scheduler, worker, supervisor = plan(given(**flags, log_dir="/l"))
+    assert (scheduler.port, scheduler.host, scheduler.dtype, scheduler.log_level) == (7, "0.0.0.0", "float32", "debug")
+    assert (worker.threads, worker.log_level, worker.host) == (2, "debug", "127.0.0.1")
+    assert scheduler.cluster_key == worker.cluster_key == key
+    assert supervisor.log_dir == "/l"
+
+
+def test_a_free_port_is_chosen_before_the_start() -> None:
+    assert plan(given(port="0"))[0].port > 0
+
+
+def test_a_relative_path_means_the_same_to_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plan(given(model="models/x"))[0].model == str(tmp_path / "models" / "x")
+
+
+def test_a_wrong_setting_of_the_worker_names_its_flag() -> None:
+    with pytest.raises(SettingsError, match="--memory-fraction"):
+        plan(given(memory_fraction="2"))
+
+
+def test_children_read_back_exactly_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPWIRE_MAX_NUM_SEQS", "3")
+    monkeypatch.setenv("STEPWIRE_CONFIG", "/not/there.toml")
+    flags = {"prefix_caching": False, "shutdown_timeout": "1.5", "kv_cache_bytes": "2GiB", "served_model_name": "-x y"}
+    scheduler, worker, _ = plan(given(**flags))
+    for group, model, values in (
+        (SCHEDULER, SchedulerSettings, scheduler),
+        (WORKER, WorkerSettings, worker),
+    ):
+        spec = child_spec("name", group.name, values)
+        assert parsed(group, tuple(spec.command), spec.environment).build(model) == values
+
+
+def test_a_key_is_never_on_a_command_line() -> None:
+    scheduler, worker, _ = plan(given(cluster_key="a-key-of-enough-letters"))
+    for values in (scheduler, worker):
+        spec = child_spec("name", "scheduler", values)
+        assert not any("a-key" in argument for argument in spec.command)
+        assert spec.environment["STEPWIRE_CLUSTER_KEY"] == "a-key-of-enough-letters"
+
+
+def test_only_settings_are_taken_out_of_the_environment() -> None:
+    environ = {"STEPWIRE_PORT": "1", "STEPWIRE_CONFIG": "c", "STEPWIRE_CACHE": "kept", "PATH": "kept"}
+    assert without_settings(environ) == {"STEPWIRE_CACHE": "kept", "PATH": "kept"}
+
+
+def test_a_wrong_path_is_told_before_anything_starts(run_command: Callable[..., Any], tmp_path: Path) -> None:
+    done = run_command("serve", "--model", str(tmp_path / "none"), "--port", "0", "--log-dir", str(tmp_path / "logs"))
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "none does not exist" in done.stderr
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_port_in_use_is_told_before_anything_starts(run_command: Callable[..., Any], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run_command("serve", "--model", str(tmp_path), "--port", str(port), "--log-dir", str(tmp_path / "logs"))
+    assert done.exit_code == 1
+    assert f"127.0.0.1:{port} is in use" in done.stderr
+    assert os.listdir(tmp_path) == []
