@@ -69,14 +69,17 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     Returns the port. Raises AddressInUse, or BindError for an address that cannot be listened on
     for another reason.
     """
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(address)
+        bound = server.add_insecure_port(_address(host, port))
     except RuntimeError:
         bound = 0
     if bound == 0:
-        raise _bind_error(host, port, address)
+        raise bind_error(host, port)
     return bound
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _options(max_message_bytes: int) -> list[tuple[str, int]]:
@@ -94,8 +97,9 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def _bind_error(host: str, port: int, address: str) -> BindError:
-    """gRPC does not say why; the operating system does."""
+def bind_error(host: str, port: int) -> BindError:
+    """Why a server could not listen on an address: gRPC does not say, the operating system does."""
+    address = _address(host, port)
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
