@@ -18,18 +18,18 @@ _REASON_OF_CHECKPOINT_CODE: Mapping[str, str] = {
 _REASON_OF_RUNTIME_CODE: Mapping[str, str] = {
     "device_unavailable": "DEVICE_UNAVAILABLE",
     "out_of_memory": "OUT_OF_MEMORY",
-    "unsupported": "CHECKPOINT_UNSUPPORTED",
+    "unsupported": "FIELD_INVALID",
     "invalid": "FIELD_INVALID",
 }
 
 # After one of these the device answers no further call rightly.
-_FATAL_RUNTIME_CODES = frozenset({"device_failed", "device_lost"})
+_FATAL_RUNTIME_CODE = "device_failed"
 
 
 def is_fatal(error: BaseException) -> bool:
     """Whether the process must end, because the device, or the interpreter, can no longer be trusted."""
     if isinstance(error, RuntimeFailure):
-        return error.code in _FATAL_RUNTIME_CODES
+        return error.code == _FATAL_RUNTIME_CODE
     # torch's own error of a broken accelerator, known by name so that this module needs no torch.
     if any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__):
         return True
@@ -51,6 +51,13 @@ def phase_failure(error: BaseException) -> StepwireError | None:
         return _worker_failure(error.__cause__ or error, {})
     if is_fatal(error):
         return _worker_failure(error, {})
+    return None
+
+
+def load_failure(error: Exception) -> StepwireError | None:
+    """The caller's error where a load gives an error another meaning: what is not supported is the checkpoint."""
+    if isinstance(error, RuntimeFailure) and error.code == "unsupported":
+        return StepwireError("CHECKPOINT_UNSUPPORTED", str(error), {"cause": error.code, **error.metadata})
     return None
 
 

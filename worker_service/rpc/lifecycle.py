@@ -13,6 +13,7 @@ from opentelemetry.trace import Tracer
 
 from stepwire.rpc.errors import StepwireError
 from worker_service.device_thread import DeviceStopped, DeviceThread
+from worker_service.rpc.failures import load_failure
 from worker_service.rpc.guard import stale_epoch
 from worker_service.rpc.limits import StepLimits, check_number, out_of_range
 from worker_service.rpc.paths import ModelRoots
@@ -180,6 +181,13 @@ class Lifecycle:
         finally:
             self._loads.discard(progress)
         state.loaded, state.measured = Loaded(dtype, summary), None
+        _log.info(
+            "model_loaded",
+            model_path=str(path),
+            dtype=summary.dtype,
+            weight_bytes=summary.weight_bytes,
+            seconds=round(summary.duration_ns / 1e9, 3),
+        )
         await self._enter(Phase.LOADED)
         return summary
 
@@ -277,9 +285,10 @@ def _load_runtime(runtime: Runtime, path: Path, dtype: str, progress: LoadProgre
     try:
         return runtime.load_model(path, dtype, progress.report, progress.is_cancelled)
     except Exception as error:
-        if progress.cancel_reason is not None:
-            raise progress.cancel_reason from error
-        raise
+        failure = progress.cancel_reason or load_failure(error)
+        if failure is None:
+            raise
+        raise failure from error
 
 
 def _check_place(place: Place) -> None:

@@ -9,6 +9,7 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
+import structlog
 
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import worker_pb2, worker_pb2_grpc
@@ -21,6 +22,8 @@ from worker_service.rpc.state import Place, Warm
 from worker_service.runtime.report import LoadSummary, Phase
 
 SERVICE_NAME = "stepwire.v1.WorkerService"
+
+_log = structlog.stdlib.get_logger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -195,6 +198,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             failure = phase_failure(error)
             if failure is None:
                 raise
+            _log.warning("call_failed", reason=failure.reason, error=failure.message, **place)
             raise placed(failure, place) from error
         finally:
             self._num_calls -= 1
