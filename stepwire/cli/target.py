@@ -38,3 +38,12 @@ def explain_rpc_error(error: Any, target: str) -> CommandError:
     if code == "UNIMPLEMENTED":
         return CommandError(f"{target} does not offer this call: it is not a Stepwire server, or an older one")
     return CommandError(f"{target}: {detail or code} ({code})")
+
+
+def address(text: str, option: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[host]:port". Raises click.BadParameter."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise click.BadParameter(f"{text!r} is not host:port, such as 127.0.0.1:4317", param_hint=option)
+    return host, int(port)

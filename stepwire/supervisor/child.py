@@ -84,15 +84,27 @@ def _signal_text(number: int) -> str:
 
 
 def _last_words(path: Path) -> str:
+    """What a log says last: a line that is no record (a crash), else the last error, else the last record."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     except OSError:
         return ""
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    with contextlib.suppress(ValueError):
-        record = json.loads(last)
-        if isinstance(record, dict):
-            return " ".join(str(record[key]) for key in ("event", "error") if record.get(key))
-    return last
+    if not lines:
+        return ""
+    records = [record for line in lines if (record := _record(line)) is not None]
+    if _record(lines[-1]) is None or not records:
+        return lines[-1]
+    errors = [record for record in records if record.get("level") in ("error", "critical")]
+    last = (errors or records)[-1]
+    exception = str(last.get("exception") or "").strip().rpartition("\n")[2]
+    return ": ".join(str(text) for text in (last.get("message"), last.get("error"), exception) if text)
+
+
+def _record(line: str) -> dict[str, object] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

@@ -127,13 +127,25 @@ async def test_a_worker_that_dies_is_named_with_its_last_words_and_its_log(tmp_p
     assert stack.lines == [f"worker exited with status 3: Error: no such device; log: {tmp_path / 'worker.log'}"]
 
 
-async def test_the_event_of_a_json_log_line_is_the_last_word(tmp_path: Path) -> None:
-    worker = (
-        """print('{"event": "load failed", "error": "file is truncated", "level": "error"}'); raise SystemExit(1)"""
-    )
-    stack = Stack(tmp_path, worker=worker)
+FAILED = '{"message": "device_failed", "level": "critical", "exception": "Traceback:\\n  x\\nRuntimeError: lost"}'
+REFUSED = '{"message": "cannot_load", "error": "file is truncated", "level": "error"}'
+STOPPED = '{"message": "stopped", "level": "info"}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([FAILED, STOPPED], "device_failed: RuntimeError: lost"),
+        ([STOPPED, REFUSED], "cannot_load: file is truncated"),
+        ([REFUSED, "Segmentation fault"], "Segmentation fault"),
+        ([STOPPED], "stopped"),
+        (["[1, 2]"], "[1, 2]"),
+    ],
+)
+async def test_the_last_words_are_a_crash_or_the_last_error(tmp_path: Path, lines: list[str], words: str) -> None:
+    stack = Stack(tmp_path, worker=f"print({chr(10).join(lines)!r}); raise SystemExit(1)")
     assert await stack.supervisor.run(forever) == 1
-    assert "worker exited with status 1: load failed file is truncated;" in stack.lines[0]
+    assert stack.lines[0].startswith(f"worker exited with status 1: {words};")
 
 
 async def test_a_killed_worker_is_reported_and_the_scheduler_ended(tmp_path: Path) -> None:

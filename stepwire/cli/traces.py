@@ -1,0 +1,85 @@
+"""`stepwire traces`."""
+
+import asyncio
+import signal
+
+import click
+
+from stepwire.cli.target import address
+
+DEFAULT_LISTEN = "127.0.0.1:4317"
+DEFAULT_PAGE = "127.0.0.1:16686"
+
+
+@click.group(invoke_without_command=True)
+@click.option(
+    "--listen", default=DEFAULT_LISTEN, show_default=True, metavar="HOST:PORT", help="Where to receive, by OTLP/gRPC."
+)
+@click.option(
+    "--page", default=DEFAULT_PAGE, show_default=True, metavar="HOST:PORT|none", help="Where to serve the HTML page."
+)
+@click.pass_context
+def traces(context: click.Context, listen: str, page: str) -> None:
+    """Receive traces, print each one that is finished, and serve a page of recent ones.
+
+    Point services and clients at it with --otlp-endpoint. Keeps the newest traces in memory, until
+    Ctrl-C.
+    """
+    if context.invoked_subcommand is None:
+        asyncio.run(_receive(address(listen, "--listen"), None if page == "none" else address(page, "--page")))
+
+
+@traces.command()
+@click.argument("wanted", metavar="[TRACE_OR_REQUEST_ID]", default="")
+@click.option(
+    "--page",
+    default=DEFAULT_PAGE,
+    show_default=True,
+    metavar="HOST:PORT",
+    help="The page of the `stepwire traces` that has the trace.",
+)
+def show(wanted: str, page: str) -> None:
+    """Print one trace as a waterfall: by id, by request id, or the latest one."""
+    from rich.console import Console
+
+    from stepwire.cli.trace_page import fetch_trace
+    from stepwire.traces.waterfall import render_waterfall
+
+    Console().print(render_waterfall(fetch_trace(address(page, "--page"), wanted)))
+
+
+async def _receive(listen: tuple[str, int], page: tuple[str, int] | None) -> None:
+    from rich.console import Console
+
+    from stepwire.cli.trace_feed import finished_traces
+    from stepwire.traces.page import serve_page
+    from stepwire.traces.receiver import serve_receiver
+    from stepwire.traces.store import TraceStore
+    from stepwire.traces.waterfall import render_waterfall
+
+    store, console = TraceStore(), Console()
+    receiver = await serve_receiver(store, *listen)
+    served = None
+    try:
+        click.echo(
+            f"receiving traces on {receiver.endpoint}; give services --otlp-endpoint {receiver.endpoint}", err=True
+        )
+        if page is not None:
+            served = serve_page(store, *page)
+            click.echo(f"showing them on {served.url}", err=True)
+        stop = _stop_on_signal()
+        async for trace in finished_traces(store, stop):
+            console.print(render_waterfall(trace))
+            console.print()
+    finally:
+        if served is not None:
+            served.close()
+        await receiver.stop()
+
+
+def _stop_on_signal() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop
