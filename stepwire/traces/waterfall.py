@@ -48,7 +48,10 @@ class _Columns:
     @classmethod
     def fitting(cls, trace: Trace, width: int) -> "_Columns":
         service = min(_MAX_SERVICE_WIDTH, max(map(len, trace.services))) + 1 if width >= _MIN_WIDTH_FOR_SERVICE else 0
-        longest = max(len(_indent(depth)) + 2 + len(span.name) for depth, span in trace.tree[:_MAX_ROWS])
+        longest = max(
+            len(_indent(depth)) + 2 + max(len(span.name), *(2 + len(event.name) for event in span.events), 0)
+            for depth, span in trace.tree[:_MAX_ROWS]
+        )
         rest = width - service - _DURATION_WIDTH - 3
         name = max(8, min(longest, rest * 55 // 100, rest - _MIN_BAR_WIDTH))
         return cls(name, service, max(_MIN_BAR_WIDTH, rest - name))
