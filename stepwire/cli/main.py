@@ -52,6 +52,8 @@ def cli() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns the exit status. Expected failures become one message on standard error."""
+    # gRPC would warn of every process that is started; none here forks without starting another program.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         result = cli.main(list(arguments), prog_name="stepwire", standalone_mode=False)
         return result if isinstance(result, int) else 0
