@@ -181,11 +181,6 @@ def _add_post_processor(values: Fields, tokenizer: Tokenizer, tokens: Sequence[s
     eos = values.token_ids("eos_token_id", len(tokens))
     before = [tokens[bos[0]]] if bos and values.boolean("add_bos_token", default=bos_by_default) else []
     after = [tokens[eos[0]]] if eos and values.boolean("add_eos_token", default=False) else []
-    surround(tokenizer, before, after)
-
-
-def surround(tokenizer: Tokenizer, before: Sequence[str], after: Sequence[str]) -> None:
-    """Makes the tokenizer put the given tokens, which it must know, before and after a text."""
     special = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((*before, *after))]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*before, "$A", *after], pair=[*before, "$A", *after, "$B:1"], special_tokens=special

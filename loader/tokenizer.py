@@ -10,7 +10,7 @@ from loader.chat_template import choose_template, folder_templates, gguf_templat
 from loader.checkpoint import Checkpoint
 from loader.errors import CheckpointError
 from loader.files import decode_text, read_json_object, read_small
-from loader.gguf_tokenizer import build_gguf_tokenizer, surround
+from loader.gguf_tokenizer import build_gguf_tokenizer
 
 _MAX_TOKENIZER_BYTES = 256 << 20
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -60,7 +60,6 @@ def _from_folder(checkpoint: Checkpoint) -> TokenizerBundle:
     tokenizer.no_padding()
     named = _named_tokens(folder, config)
     _mark_special(tokenizer, named.values())
-    _apply_bos_eos(tokenizer, config, named)
     return _bundle(checkpoint, tokenizer, folder_templates(folder, config), named)
 
 
@@ -102,17 +101,6 @@ def _mark_special(tokenizer: Tokenizer, tokens: Iterable[str]) -> None:
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     missing = [token for token in tokens if token not in special and tokenizer.token_to_id(token) is not None]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
-
-
-def _apply_bos_eos(tokenizer: Tokenizer, config: Mapping[str, object], named: Mapping[str, str]) -> None:
-    """tokenizer_config.json overrides what tokenizer.json puts around a text, where it says anything of it."""
-    add_bos, add_eos = config.get("add_bos_token"), config.get("add_eos_token")
-    if add_bos is None and add_eos is None:
-        return
-    wanted = (("bos_token", add_bos is True), ("eos_token", add_eos is True))
-    tokens = [[named[role]] if add and role in named else [] for role, add in wanted]
-    before, after = ([token for token in group if tokenizer.token_to_id(token) is not None] for group in tokens)
-    surround(tokenizer, before, after)
 
 
 def _bundle(
