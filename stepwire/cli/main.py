@@ -54,6 +54,8 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns the exit status. Expected failures become one message on standard error."""
     # gRPC would warn of every process that is started; none here forks without starting another program.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    # Below that it writes lines of its own to standard error, such as one when a server goes away.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         result = cli.main(list(arguments), prog_name="stepwire", standalone_mode=False)
         return result if isinstance(result, int) else 0

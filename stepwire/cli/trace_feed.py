@@ -10,6 +10,8 @@ from stepwire.traces.store import Trace, TraceStore
 
 # Processes send their spans every half second; after this long without one a trace is taken as finished.
 QUIET_S = 1.5
+# The same while the parent of a span is missing: it has not ended, or its process sends its spans elsewhere.
+_QUIET_OPEN_FACTOR = 10
 _LOOK_EVERY_S = 0.25
 _MAX_REMEMBERED = 10_000
 
@@ -35,8 +37,14 @@ async def finished_traces(
             entry = seen.setdefault(trace.trace_id, _Seen(0, now))
             if entry.num_spans != len(trace.spans):
                 entry.num_spans, entry.changed_at = len(trace.spans), now
-            elif entry.num_reported < entry.num_spans and now - entry.changed_at >= quiet_s:
+            elif entry.num_reported < entry.num_spans and now - entry.changed_at >= _patience(trace, quiet_s):
                 entry.num_reported = entry.num_spans
                 yield trace
         while len(seen) > _MAX_REMEMBERED:
             seen.popitem(last=False)
+
+
+def _patience(trace: Trace, quiet_s: float) -> float:
+    known = {span.span_id for span in trace.spans}
+    is_open = any(span.parent_id and span.parent_id not in known for span in trace.spans)
+    return quiet_s * _QUIET_OPEN_FACTOR if is_open else quiet_s

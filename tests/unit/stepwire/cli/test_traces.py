@@ -57,6 +57,12 @@ async def test_a_trace_that_goes_on_is_reported_again() -> None:
     assert found == [["1"], ["1", "2"]]
 
 
+async def test_a_trace_whose_parent_is_still_open_waits_behind_a_whole_one() -> None:
+    store = TraceStore()
+    store.add([span("2", "1"), span("5", trace="b")])
+    assert await collect(store, 2) == [["5"], ["2"]]
+
+
 async def test_the_feed_ends_when_told_to() -> None:
     stop = asyncio.Event()
     stop.set()
