@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, TracerProvider
@@ -35,6 +36,8 @@ _HEALTH_PREFIX = "/grpc.health.v1.Health/"
 # gRPC rounds a deadline up by as much as 1 % on its way, so the client's passes this much before ours.
 _DEADLINE_SLACK = 0.011
 _DEADLINE_SLACK_S = 0.02
+
+_CODE_OF_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -118,15 +121,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or behaviour is None:
             return handler
 
+        # gRPC would answer UNKNOWN, without details, to what cannot be parsed; so it is handed the bytes on.
+        parse = None if handler.request_streaming else handler.request_deserializer
+
         async def guarded(request: Any, context: Any) -> Any:
             try:
+                if parse is not None:
+                    request = _parsed(parse, request)
                 return await behaviour(request, context)
             except (grpc.aio.AbortError, grpc.aio.InternalError):
                 raise
             except Exception as error:
                 await abort(context, _public_error(error, details.method))
 
-        return _rebuild(handler, guarded)
+        deserializer = handler.request_deserializer if parse is None else None
+        return _rebuild(handler, guarded, deserializer=deserializer)
 
 
 async def abort(context: Any, error: StepwireError) -> None:
@@ -148,6 +157,14 @@ def _public_error(error: Exception, method: str) -> StepwireError:
     context = traceparent(current_span())
     metadata = {"trace_id": context.split("-")[1]} if context else {}
     return StepwireError("INTERNAL", "internal error; the service's log has its cause", metadata)
+
+
+def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return parse(data)
+    except DecodeError as error:
+        text = f"the request is no valid message: {error}"
+        raise StepwireError("FIELD_INVALID", text, {"cause": str(error)}) from error
 
 
 async def _refuse(_request: Any, context: Any) -> None:
@@ -175,7 +192,10 @@ def _writing_all(generator_function: Callable[[Any, Any], Any]) -> Behaviour:
     return write_all
 
 
-def _rebuild(handler: _Handler, behaviour: Behaviour) -> _Handler:
+_SAME: Any = object()
+
+
+def _rebuild(handler: _Handler, behaviour: Behaviour, *, deserializer: Any = _SAME) -> _Handler:
     build: Any
     if handler.response_streaming:
         build = (
@@ -185,16 +205,17 @@ def _rebuild(handler: _Handler, behaviour: Behaviour) -> _Handler:
         build = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
         )
-    rebuilt: _Handler = build(behaviour, handler.request_deserializer, handler.response_serializer)
+    if deserializer is _SAME:
+        deserializer = handler.request_deserializer
+    rebuilt: _Handler = build(behaviour, deserializer, handler.response_serializer)
     return rebuilt
 
 
 def _status_set(context: Any) -> tuple[grpc.StatusCode, str]:
-    code = context.code()  # An integer, or 0 or None for a call that is fine.
-    for known in grpc.StatusCode:
-        if known.value[0] == code or known is code:
-            return known, context.details() or ""
-    return grpc.StatusCode.OK, ""
+    code = context.code()  # A number after `abort`; whatever the handler gave it after `set_code`.
+    if not isinstance(code, grpc.StatusCode):
+        code = _CODE_OF_NUMBER.get(code, grpc.StatusCode.OK)
+    return code, context.details() or ""
 
 
 def _why_ended(timeout_s: float | None, remaining_s: float | None) -> grpc.StatusCode:
