@@ -42,10 +42,14 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class ExitCode(IntEnum):
-    """With what a worker process exits. A second signal exits with 128 + its number."""
+    """With what a worker process exits. A second signal exits with 128 + its number, a defect of the service with 1.
+
+    STOPPED: told to, and the device let go. CANNOT_LISTEN: the address is in use or not this
+    machine's. DEVICE_FAILED: the device, or what drives it, cannot be made, broke, or hangs.
+    NO_SCHEDULER: none came within `scheduler_timeout`.
+    """
 
     STOPPED = 0
-    FAILED = 1
     CANNOT_LISTEN = 2
     DEVICE_FAILED = 3
     NO_SCHEDULER = 4
@@ -73,6 +77,8 @@ async def serve(settings: WorkerSettings, *, make_runtime: MakeRuntime | None = 
         return ExitCode.CANNOT_LISTEN
     finally:
         await asyncio.to_thread(telemetry.shutdown)
+    if not worker_ended and code is ExitCode.STOPPED:
+        code = ExitCode.DEVICE_FAILED
     _log.info("stopped", code=code.name)
     if not worker_ended:
         # The interpreter would wait for, or crash on, a device call that does not return.

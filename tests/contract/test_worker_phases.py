@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from loader.errors import CheckpointError
 from stepwire.rpc.channel import create_channel
@@ -200,6 +201,35 @@ async def test_health_follows_the_phase() -> None:
         assert await health(worker, "stepwire.v1.WorkerService") == serving
         await worker.reset(2)
         assert await health(worker, "stepwire.v1.WorkerService") == not_serving
+
+
+async def test_reflection_names_the_service() -> None:
+    async with running_worker() as worker:
+        stub = reflection_pb2_grpc.ServerReflectionStub(worker.channel)
+        call = stub.ServerReflectionInfo(timeout=10)
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        listed = {service.name for service in (await call.read()).list_services_response.service}
+        assert {"stepwire.v1.WorkerService", "grpc.health.v1.Health"} <= listed
+        await call.done_writing()
+
+
+async def test_an_opening_stream_of_an_epoch_that_ends_is_told_so() -> None:
+    runtime = FakeRuntime(entered={"execute": threading.Event()})
+    async with running_worker(runtime=runtime) as worker:
+        await worker.walk_to_ready()
+        gate = runtime.gates["execute"] = threading.Event()
+        stream = await worker.open_stream()
+        await stream.send(first_step(1, new_sequence(1, [5, 6])))
+        await asyncio.to_thread(runtime.entered["execute"].wait, 10)
+        opening = asyncio.create_task(worker.open_stream())
+        assert from_rpc_error(await stream.error()).reason == "STREAM_DISPLACED"
+        resetting = asyncio.create_task(worker.reset(2))
+        while worker.worker._lifecycle.session is not None:
+            await worker.status()
+        gate.set()
+        assert (await resetting).phase == pb.PHASE_CACHED
+        error = await refused(opening)
+        assert (error.reason, error.metadata["held"]) == ("STALE_EPOCH", "2")
 
 
 async def test_a_cancelled_load_stops_and_can_be_repeated() -> None:

@@ -81,9 +81,12 @@ async def test_a_sender_that_does_not_read_is_held_up() -> None:
         stream = await started(worker)
         gate = runtime.gates["execute"] = threading.Event()
         sender = asyncio.create_task(send_all(stream, [decode_step(2 + i, {1: 3 + i}) for i in range(40)]))
-        await asyncio.sleep(0.3)
-        taken = worker.worker._lifecycle.session.guard.last_accepted
-        assert 2 < taken <= 1 + MAX_STEPS_IN_FLIGHT
+        guard = worker.worker._lifecycle.session.guard
+        while guard.last_accepted < 1 + MAX_STEPS_IN_FLIGHT:
+            await worker.status()
+        for _ in range(20):
+            await worker.status()
+        assert guard.last_accepted == 1 + MAX_STEPS_IN_FLIGHT
         gate.set()
         results = [await stream.receive() for _ in range(40)]
         await sender

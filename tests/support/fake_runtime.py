@@ -99,9 +99,7 @@ class FakeRuntime:
         for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
             del self.sequences[sequence_id]
         for new in step.new_sequences:
-            self.sequences[new.sequence_id] = FakeSequence(
-                new, list(new.token_ids), list(new.block_ids), step.computed_token_counts[0]
-            )
+            self.sequences[new.sequence_id] = FakeSequence(new, list(new.token_ids), list(new.block_ids))
         for index, sequence_id in enumerate(step.sequence_ids):
             self._advance(step, index, sequence_id, output)
         self.executed.append(step.step_id)

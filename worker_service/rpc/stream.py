@@ -40,11 +40,6 @@ class StepSession:
         self._refused: set[int] = set()
         self._stream: StepStream | None = None
 
-    @property
-    def has_stream(self) -> bool:
-        """Whether a scheduler holds the step stream."""
-        return self._stream is not None
-
     async def open(self, request: worker_pb2.OpenStream) -> "StepStream":
         """The stream of this epoch from now on; one before it ends with ABORTED.
 
@@ -57,11 +52,17 @@ class StepSession:
         if before is not None:
             _log.warning("step_stream_displaced", epoch=self.guard.epoch)
             before.end(_displaced(self.guard.epoch))
-        await self.device.run(_nothing)
-        if self._stream is not stream:
-            raise _displaced(self.guard.epoch)
-        self.guard.roll_back()
-        self.guard.check_open(request.epoch, request.last_step_id)
+        try:
+            await self.device.run(_nothing)
+            self.guard.check_open(request.epoch, min(request.last_step_id, self.guard.last_executed))
+            if self._stream is not stream:
+                raise _displaced(self.guard.epoch)
+            # What is accepted and was not executed now never will be: its stream ended before its turn.
+            self.guard.roll_back()
+            self.guard.check_open(request.epoch, request.last_step_id)
+        except BaseException:
+            self.release(stream)
+            raise
         return stream
 
     def drain(self, error: StepwireError) -> None:
