@@ -69,6 +69,10 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     Returns the port. Raises AddressInUse, or BindError for an address that cannot be listened on
     for another reason.
     """
+    # The operating system is asked first: gRPC writes lines of its own to standard error when it fails.
+    problem = _listen_problem(host, port)
+    if problem is not None:
+        raise problem
     try:
         bound = server.add_insecure_port(_address(host, port))
     except RuntimeError:
@@ -99,6 +103,13 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 def bind_error(host: str, port: int) -> BindError:
     """Why a server could not listen on an address: gRPC does not say, the operating system does."""
+    problem = _listen_problem(host, port)
+    if problem is not None:
+        return problem
+    return BindError(0, f"cannot listen on {_address(host, port)}; choose another address with --host and --port")
+
+
+def _listen_problem(host: str, port: int) -> BindError | None:
     address = _address(host, port)
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -113,4 +124,4 @@ def bind_error(host: str, port: int) -> BindError:
             return AddressInUse(errno.EADDRINUSE, text)
         text = f"cannot listen on {address}: {error.strerror or error}; choose another address with --host and --port"
         return BindError(error.errno or 0, text)
-    return BindError(0, f"cannot listen on {address}; choose another address with --host and --port")
+    return None
