@@ -43,10 +43,10 @@ class Fields:
             if default is None:
                 raise self.error(name, "is missing", f"{bounds[0]:g} to {bounds[1]:g}", "nothing")
             value = default
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or not bounds[0] <= value <= bounds[1]:  # type: ignore[arg-type, operator]
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        if not bounds[0] <= number <= bounds[1]:  # NaN is within no bounds
             raise self.error(name, f"is {value!r}", f"a number from {bounds[0]:g} to {bounds[1]:g}", repr(value))
-        return float(value)  # type: ignore[arg-type]
+        return float(number)
 
     def boolean(self, name: str, *, default: bool) -> bool:
         """True or false."""

@@ -268,3 +268,21 @@ def test_slice_outside_the_tensor(dim: int, start: int, stop: int) -> None:
 
 def test_nothing_wanted(safetensors: Checkpoint) -> None:
     assert load(safetensors) == {}
+
+
+def test_rotary_biases_of_a_gguf_come_back_in_order(tmp_path: Path) -> None:
+    """Rows of a head are stored 0, 8, 1, 9, …: first and second half by turns."""
+    stored = torch.arange(16).view(2, 8).T.reshape(-1)
+    sizes = {"attn_q": 64, "attn_k": 32, "attn_v": 32, "attn_output": 64}
+    biases = {}
+    for name, size in sizes.items():
+        rows = torch.arange(size, dtype=torch.float32)
+        rotary = name in ("attn_q", "attn_k")
+        biases[name] = rows.view(-1, 16)[:, stored].reshape(-1) if rotary else rows
+    extra = {f"blk.{layer}.{name}.bias": bias.numpy() for name, bias in biases.items() for layer in range(2)}
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "m.gguf", extra_tensors=extra))
+    assert checkpoint.config.attention_bias
+    for part_name, size in (("q", 64), ("k", 32), ("v", 32), ("o", 64)):
+        name = f"model.layers.1.self_attn.{part_name}_proj.bias"
+        assert torch.equal(part(checkpoint, name, None), torch.arange(size, dtype=torch.float32))
+        assert torch.equal(part(checkpoint, name, 0, 5, 21), torch.arange(5, 21, dtype=torch.float32))
