@@ -205,14 +205,16 @@ async def test_unary_calls_refuse_bad_input_too() -> None:
             assert (await _error_of(call)).reason == reason
 
 
-async def test_broken_utf8_is_refused_before_any_handler() -> None:
+async def test_broken_utf8_is_refused() -> None:
     async with running_scheduler() as scheduler:
         broken = b"\x12\x02\xff\xfe"  # field 2 (text), two bytes that are no UTF-8
         async with grpc.aio.insecure_channel(scheduler.address) as channel:
             call = channel.unary_stream("/stepwire.v1.InferenceService/Generate")(broken, timeout=5)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()
-        assert caught.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+        error = from_rpc_error(caught.value)
+        assert (error.reason, error.code) == ("FIELD_INVALID", grpc.StatusCode.INVALID_ARGUMENT)
+        assert "UTF-8" in error.message
         assert len(tokens_of(await scheduler.generate(text="x", sampling=sampling(max_tokens=3)))) == 3
 
 
