@@ -1,0 +1,24 @@
+"""Which class computes which family of models."""
+
+from collections.abc import Mapping
+
+from loader.config import ModelConfig
+from loader.errors import CheckpointError
+from worker_service.models.llama import LlamaModel
+from worker_service.models.parallel import Collectives, ParallelConfig
+
+MODEL_CLASSES: Mapping[str, type[LlamaModel]] = {"llama": LlamaModel}
+
+
+def build_model(config: ModelConfig, parallel: ParallelConfig, group: Collectives) -> LlamaModel:
+    """The model of a config, without weights. Raises CheckpointError for a family that is not known."""
+    model_class = MODEL_CLASSES.get(config.family)
+    if model_class is None:
+        raise CheckpointError(
+            "unsupported",
+            f"architecture {config.architecture} (family {config.family!r}) is not supported",
+            f"use a checkpoint of one of these families: {', '.join(MODEL_CLASSES)}",
+            expected=", ".join(MODEL_CLASSES),
+            found=config.family,
+        )
+    return model_class(config, parallel, group)

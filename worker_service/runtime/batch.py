@@ -1,0 +1,65 @@
+"""From a step and the sequences held to the arrays that the model runs on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_service.runtime.checks import CheckedStep
+from worker_service.runtime.sequences import SequenceTable
+from worker_service.runtime.step import StepInput
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A packed batch. Sequences come as decodes (one new token), longest first, then prefill chunks.
+
+    By token: `token_ids`, `positions`, `slots` [num_tokens]. By sequence: `rows` of the table, `counts`
+    of new tokens, `computed` before, block `tables`. Of the sequences to sample: `sampled_tokens`, the
+    batch row of each one's last token, and `sampled`, its place among the sequences.
+    """
+
+    token_ids: IntArray
+    positions: IntArray
+    slots: IntArray
+    rows: IntArray
+    sequence_ids: IntArray
+    counts: IntArray
+    computed: IntArray
+    tables: IntArray
+    sampled: IntArray
+    sampled_tokens: IntArray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def build_batch(step: StepInput, checked: CheckedStep, table: SequenceTable) -> StepBatch:
+    """The batch of a checked step; `table` must hold its sequences and blocks already. Changes nothing."""
+    all_ids = np.asarray(step.sequence_ids, np.int64).reshape(-1)
+    all_rows = np.fromiter((table.row_of[i] for i in step.sequence_ids), np.int64, len(all_ids))
+    # Decodes first; among them the longest first, so that neighbours are of like length.
+    order = np.lexsort((-checked.computed, checked.scheduled != 1))
+    order = order[~table.skipped[all_rows[order]]]
+    rows, counts, computed = all_rows[order], checked.scheduled[order], checked.computed[order]
+    starts = np.cumsum(counts) - counts
+    token_rows = np.repeat(rows, counts)
+    positions = np.arange(int(counts.sum())) + np.repeat(computed - starts, counts)
+    blocks = table.tables[token_rows, positions // table.block_size]
+    slots = blocks * table.block_size + positions % table.block_size
+    sampled = np.flatnonzero(computed + counts == table.num_tokens[rows])
+    longest = int((computed + counts).max(initial=0))
+    return StepBatch(
+        token_ids=table.token_ids[token_rows, positions].astype(np.int64),
+        positions=positions,
+        slots=slots,
+        rows=rows,
+        sequence_ids=all_ids[order],
+        counts=counts,
+        computed=computed,
+        tables=table.tables[rows, : -(-longest // table.block_size)],
+        sampled=sampled,
+        sampled_tokens=(starts + counts - 1)[sampled],
+    )

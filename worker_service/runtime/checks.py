@@ -1,0 +1,223 @@
+"""Whether a step agrees with what the worker holds. Looks at everything and changes nothing."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_service.runtime.sequences import SequenceTable
+from worker_service.runtime.step import NewSequence, Sampling, StateMismatch, StepInput
+
+IntArray = NDArray[np.int64]
+_MAX_LOGPROBS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedStep:
+    """A step's columns as arrays, found to agree with the table. `sequence_errors` are for new sequences that are
+    wrong in themselves; the step goes on without them."""
+
+    scheduled: IntArray
+    computed: IntArray
+    new_blocks: list[IntArray]
+    sequence_errors: dict[int, str]
+
+
+def check_step(step: StepInput, table: SequenceTable) -> CheckedStep:
+    """Raises StateMismatch, naming sequence, what is held and what was sent, when the step cannot be applied."""
+    ids = step.sequence_ids
+    columns = {
+        name: _integers(getattr(step, name), name)
+        for name in ("scheduled_token_counts", "computed_token_counts", "new_block_counts")
+    }
+    for name, column in columns.items():
+        if len(column) != len(ids):
+            raise StateMismatch(f"step {step.step_id}: {name} has {len(column)} entries for {len(ids)} sequences")
+    scheduled, computed, block_counts = columns.values()
+    _refuse_where(scheduled < 1, ids, "scheduled_token_count is below 1", scheduled)
+    _refuse_where(scheduled > table.max_model_len, ids, "scheduled_token_count is beyond max_model_len", scheduled)
+    _refuse_where(computed < 0, ids, "computed_token_count is negative", computed)
+    _refuse_where(block_counts < 0, ids, "new_block_count is negative", block_counts)
+    new = {sequence.sequence_id: sequence for sequence in step.new_sequences}
+    _check_ids(step, table, new)
+    new_blocks = _split_blocks(step, block_counts, table)
+    is_new = np.fromiter((sequence_id in new for sequence_id in ids), np.bool_, len(ids))
+    _check_known(step, table, np.flatnonzero(~is_new), scheduled, computed, block_counts)
+    errors = {}
+    for i in np.flatnonzero(is_new).tolist():
+        error = _check_new(new[ids[i]], table, int(scheduled[i]), int(computed[i]), int(block_counts[i]))
+        if error is not None:
+            errors[ids[i]] = error
+    checked = CheckedStep(scheduled, computed, new_blocks, errors)
+    _check_writes(step, checked, table, new)
+    return checked
+
+
+def _check_ids(step: StepInput, table: SequenceTable, new: dict[int, NewSequence]) -> None:
+    ids = set(step.sequence_ids)
+    if len(ids) != len(step.sequence_ids):
+        raise StateMismatch(f"step {step.step_id}: a sequence is scheduled twice: {_first_repeated(step.sequence_ids)}")
+    if len(new) != len(step.new_sequences):
+        repeated = _first_repeated(sequence.sequence_id for sequence in step.new_sequences)
+        raise StateMismatch(f"step {step.step_id}: a sequence is new twice: {repeated}")
+    gone = {*step.finished_sequence_ids, *step.preempted_sequence_ids}
+    for sequence_id in new:
+        if sequence_id not in ids:
+            raise StateMismatch(f"sequence {sequence_id} is new but not scheduled")
+        if sequence_id in table.row_of and sequence_id not in gone:
+            raise StateMismatch(f"sequence {sequence_id} is sent as new but is known already")
+    for sequence_id in ids - new.keys():
+        if sequence_id not in table.row_of:
+            raise StateMismatch(f"sequence {sequence_id} is scheduled but not known")
+        if sequence_id in gone:
+            raise StateMismatch(f"sequence {sequence_id} is scheduled in the step that ends it")
+
+
+def _split_blocks(step: StepInput, counts: IntArray, table: SequenceTable) -> list[IntArray]:
+    blocks = _integers(step.new_block_ids, "new_block_ids")
+    if int(counts.sum()) != len(blocks):
+        raise StateMismatch(
+            f"step {step.step_id}: {len(blocks)} new blocks for new_block_counts of {int(counts.sum())}"
+        )
+    _check_blocks(blocks, table, f"step {step.step_id}")
+    return np.split(blocks, np.cumsum(counts)[:-1]) if len(counts) else []
+
+
+def _check_known(
+    step: StepInput, table: SequenceTable, which: IntArray, scheduled: IntArray, computed: IntArray, blocks: IntArray
+) -> None:
+    ids = [step.sequence_ids[i] for i in which]
+    rows = np.fromiter((table.row_of[sequence_id] for sequence_id in ids), np.int64, len(ids))
+    wanted = computed[which] + scheduled[which]
+    held_blocks = table.num_held_blocks[rows] + blocks[which]
+    _refuse_where(
+        computed[which] != table.num_computed[rows],
+        ids,
+        "computed_token_count differs from the worker's",
+        computed[which],
+        table.num_computed[rows],
+    )
+    # A sequence that stopped or failed holds fewer tokens than its scheduler, which has not heard of it yet, counts.
+    short = (wanted > table.num_tokens[rows]) & ~table.skipped[rows]
+    _refuse_where(short, ids, "more tokens are scheduled than it has", wanted, table.num_tokens[rows])
+    _refuse_where(wanted > table.max_model_len, ids, "its tokens exceed max_model_len", wanted)
+    _refuse_where(held_blocks > table.max_blocks, ids, "its block table exceeds max_model_len", held_blocks)
+    _refuse_where(
+        held_blocks * table.block_size < wanted,
+        ids,
+        "its block table is too short",
+        held_blocks * table.block_size,
+        wanted,
+    )
+
+
+def _check_new(new: NewSequence, table: SequenceTable, scheduled: int, computed: int, blocks: int) -> str | None:
+    """Raises StateMismatch for what concerns the shared state; answers what is wrong with the sequence alone."""
+    name, count = f"new sequence {new.sequence_id}", len(new.token_ids)
+    if blocks:
+        raise StateMismatch(f"{name} brings its blocks, so its new_block_count must be 0, not {blocks}")
+    if not 1 <= count <= table.max_model_len:
+        raise StateMismatch(f"{name} has {count} tokens, outside 1 to max_model_len {table.max_model_len}")
+    if computed + scheduled > count:
+        raise StateMismatch(f"{name} has {count} tokens, but {computed} computed and {scheduled} scheduled")
+    if not 1 <= new.prompt_token_count <= count:
+        raise StateMismatch(f"{name} has {count} tokens, but a prompt_token_count of {new.prompt_token_count}")
+    block_ids = _integers(new.block_ids, f"block_ids of {name}")
+    if len(block_ids) > table.max_blocks or len(block_ids) * table.block_size < computed + scheduled:
+        raise StateMismatch(f"{name} brings {len(block_ids)} blocks for {computed + scheduled} positions")
+    if len(np.unique(block_ids)) != len(block_ids):
+        raise StateMismatch(f"{name} holds a block twice")
+    _check_blocks(block_ids, table, name)
+    return _token_error(new.token_ids, table.vocab_size) or sampling_error(new.sampling, table.vocab_size)
+
+
+def _check_writes(step: StepInput, checked: CheckedStep, table: SequenceTable, new: dict[int, NewSequence]) -> None:
+    """Refuses two sequences that would write the same block."""
+    first = checked.computed // table.block_size
+    last = (checked.computed + checked.scheduled - 1) // table.block_size
+    decodes, decode_rows, written = [], [], []
+    for i, sequence_id in enumerate(step.sequence_ids):
+        if sequence_id in new:
+            written.append(np.asarray(new[sequence_id].block_ids, np.int64)[first[i] : last[i] + 1])
+            continue
+        row = table.row_of[sequence_id]
+        if table.skipped[row]:
+            continue
+        if first[i] == last[i] and not len(checked.new_blocks[i]):
+            # Nearly all are decodes into a block that the table holds already: those are looked up together.
+            decodes.append(i)
+            decode_rows.append(row)
+        else:
+            blocks = np.concatenate((table.tables[row, : table.num_held_blocks[row]], checked.new_blocks[i]))
+            written.append(blocks[first[i] : last[i] + 1])
+    written.append(table.tables[decode_rows, first[decodes]] if decodes else np.zeros(0, np.int64))
+    blocks, times = np.unique(np.concatenate(written), return_counts=True)
+    if (times > 1).any():
+        raise StateMismatch(f"step {step.step_id}: block {blocks[np.argmax(times)]} is written by two sequences")
+
+
+def _token_error(token_ids: Sequence[int], vocab_size: int) -> str | None:
+    try:
+        tokens = np.asarray(token_ids, np.int64)
+    except (OverflowError, ValueError, TypeError):
+        return "its token ids are not integers of 64 bits"
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(wrong):
+        return f"token id {tokens[wrong[0]]} at position {wrong[0]} lies outside the vocabulary of {vocab_size}"
+    return None
+
+
+def sampling_error(sampling: Sampling, vocab_size: int) -> str | None:
+    """What is out of range in the sampling parameters; None when nothing is. NaN is out of every range."""
+    ranges = (
+        ("temperature", sampling.temperature, 0.0, 1e6),
+        ("top_k", sampling.top_k, 0, 2**31),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("presence_penalty", sampling.presence_penalty, -1e6, 1e6),
+        ("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6),
+        ("min_tokens", sampling.min_tokens, 0, 2**31),
+        ("sequence_index", sampling.sequence_index, 0, 2**31),
+        ("seed", sampling.seed, 0, 2**64 - 1),
+        ("logprobs", sampling.logprobs or 0, 0, min(_MAX_LOGPROBS, vocab_size)),
+    )
+    for name, value, low, high in ranges:
+        if not low <= value <= high:
+            return f"{name} {value} lies outside {low} to {high}"
+    if not 0.0 < sampling.top_p <= 1.0:
+        return f"top_p {sampling.top_p} lies outside 0 (exclusive) to 1"
+    if not (sampling.repetition_penalty > 0.0 and math.isfinite(sampling.repetition_penalty)):
+        return f"repetition_penalty {sampling.repetition_penalty} is not a number above 0"
+    return None
+
+
+def _check_blocks(block_ids: IntArray, table: SequenceTable, name: str) -> None:
+    wrong = block_ids[(block_ids < 0) | (block_ids >= table.num_blocks)]
+    if len(wrong):
+        raise StateMismatch(f"{name}: block {wrong[0]} lies outside the cache of {table.num_blocks} blocks")
+
+
+def _refuse_where(
+    wrong: NDArray[np.bool_], ids: Sequence[int], text: str, sent: IntArray, held: IntArray | None = None
+) -> None:
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        against = "" if held is None else f" against {held[i]}"
+        raise StateMismatch(f"sequence {ids[i]}: {text} ({sent[i]}{against})")
+
+
+def _integers(values: Sequence[int], what: str) -> IntArray:
+    try:
+        return np.asarray(values, np.int64).reshape(-1)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise StateMismatch(f"{what} holds something that is no integer of 64 bits") from error
+
+
+def _first_repeated(values: Iterable[int]) -> int:
+    seen: set[int] = set()
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    raise ValueError("nothing is repeated")

@@ -1,0 +1,274 @@
+"""The runtime as the worker service uses it: one call for each phase, then steps."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from loader.checkpoint import Checkpoint, open_checkpoint
+from loader.weights import bytes_to_read, load_weights
+from worker_service.models.llama import LlamaModel
+from worker_service.models.parallel import NoCollectives, ParallelConfig
+from worker_service.models.registry import build_model
+from worker_service.runtime.attention import TILE, gather_bytes
+from worker_service.runtime.device import choose_dtype, device_name, open_device, usable_cores
+from worker_service.runtime.dummy import decode_step, largest_lengths, num_blocks_of, prefill_step
+from worker_service.runtime.errors import RuntimeFailure
+from worker_service.runtime.kv_cache import CacheShape, KvCache
+from worker_service.runtime.memory import CacheBudget, device_memory, explains_out_of_memory, peak_bytes, plan_cache
+from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.runner import ModelRunner
+from worker_service.runtime.step import Sampling, StepInput, StepOutput
+
+T = TypeVar("T")
+
+_BLOCK_SIZE = 16
+# The costliest way to sample: everything on.
+_FULL_SAMPLING = Sampling(temperature=1.0, top_k=2000, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1)
+_LOWER_STEP = "lower max_num_batched_tokens or max_num_seqs"
+
+
+class RuntimeSettings(Protocol):
+    """What the runtime needs of the worker's settings."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def memory_fraction(self) -> float: ...
+    @property
+    def kv_cache_bytes(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model with its weights placed."""
+
+    checkpoint: Checkpoint
+    model: LlamaModel
+    dtype: torch.dtype
+    weight_bytes: int
+    cache_shape: CacheShape
+
+
+class WorkerRuntime:
+    """A device, a model, a cache and the sequences on it. All calls block and belong on one thread.
+
+    Phases are only as strict as the state demands: the service above keeps their order, epochs and
+    repeats. A call that lacks what an earlier phase makes raises RuntimeFailure "invalid".
+    """
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self._settings = settings
+        self._parallel = ParallelConfig()
+        self._device: torch.device | None = None
+        self._loaded: _Loaded | None = None
+        self._cache: KvCache | None = None
+        self._runner: ModelRunner | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences it knows. May be read from any thread."""
+        runner = self._runner
+        return 0 if runner is None else runner.num_sequences
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV tensors. May be read from any thread."""
+        cache = self._cache
+        return 0 if cache is None else cache.num_bytes
+
+    def init_device(self, parallel: ParallelConfig) -> DeviceInfo:
+        """Selects the device and the number of threads. Raises RuntimeFailure "device_unavailable", or
+        "unsupported" for more than one rank."""
+        if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+            raise RuntimeFailure(
+                "unsupported",
+                f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size "
+                f"{parallel.pipeline_parallel_size}: this version runs a model on one worker; set both to 1",
+            )
+        device = open_device(self._settings.device)
+        torch.set_num_threads(self._settings.threads or usable_cores())
+        if self._device not in (None, device):
+            self.reset(Phase.STARTING)
+        self._device, self._parallel = device, parallel
+        memory = device_memory(device)
+        return DeviceInfo(str(device), device_name(device), memory.total_bytes, memory.free_bytes)
+
+    def load_model(
+        self, path: Path, dtype: str, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
+    ) -> LoadSummary:
+        """Loads this rank's shard in `dtype`, "auto" for what suits the device.
+
+        `progress(stage, loaded_bytes, total_bytes)` is called often. Raises CheckpointError, LoadCancelled and
+        RuntimeFailure "out_of_memory"; then no model is held.
+        """
+        begin, device = time.perf_counter_ns(), self._need_device()
+        progress("inspect", 0, 0)
+        checkpoint = open_checkpoint(path)
+        chosen = choose_dtype(dtype, checkpoint.config.dtype, device)
+        held = self._loaded
+        if held is not None and held.checkpoint.fingerprint == checkpoint.fingerprint and held.dtype == chosen:
+            return self._summary(held, already_loaded=True, begin=begin)
+        self.reset(Phase.INITIALISED)
+        self._loaded = loaded = self._load(checkpoint, chosen, progress, cancelled)
+        return self._summary(loaded, already_loaded=False, begin=begin)
+
+    def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
+        """Runs the largest step once and answers what the KV cache may use. Drops a cache that is held.
+
+        Raises RuntimeFailure "out_of_memory".
+        """
+        self._check_step_size(max_step_tokens, max_sequences)
+        self.reset(Phase.LOADED)
+        device, loaded = self._need_device(), self._need_model()
+        longest = min(loaded.checkpoint.config.max_position_count, max_step_tokens)
+        lengths = largest_lengths(max_step_tokens, max_sequences, longest)
+
+        def largest_step() -> None:
+            loaded.model.prepare(longest, dtype=loaded.dtype, device=device)
+            cache = KvCache(loaded.cache_shape, num_blocks_of(lengths, _BLOCK_SIZE), _BLOCK_SIZE, device)
+            runner = ModelRunner(loaded.model, cache, max_model_len=longest, device=device)
+            runner.execute(prefill_step(lengths, _BLOCK_SIZE, _FULL_SAMPLING))
+
+        with explains_out_of_memory(device, f"a step of {max_step_tokens} tokens", _LOWER_STEP):
+            measured = peak_bytes(device, largest_step)
+        # Its prompts have no earlier context; a step that has needs this much more.
+        context = loaded.checkpoint.config.max_position_count
+        mask_bytes = TILE * context * loaded.dtype.itemsize
+        activation = measured + 2 * gather_bytes(loaded.cache_shape, context) + mask_bytes
+        budget = CacheBudget(self._settings.memory_fraction, self._settings.kv_cache_bytes)
+        return plan_cache(device, budget, weight_bytes=loaded.weight_bytes, activation_bytes=activation)
+
+    def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> int:
+        """Allocates the KV tensors and answers their bytes. Raises RuntimeFailure "out_of_memory" or "invalid"."""
+        device, loaded = self._need_device(), self._need_model()
+        for name, value, high in (
+            ("block_count", num_blocks, 2**31),
+            ("block_size", block_size, 2**16),
+            ("max_model_len", max_model_len, 2**24),
+        ):
+            if not 1 <= value <= high:
+                raise RuntimeFailure("invalid", f"{name} {value} lies outside 1 to {high}", {"field": name})
+        self.reset(Phase.LOADED)
+        self._check_cache_fits(num_blocks * block_size * loaded.cache_shape.bytes_per_token)
+        self._cache = KvCache(loaded.cache_shape, num_blocks, block_size, device)
+        loaded.model.prepare(max_model_len, dtype=loaded.dtype, device=device)
+        self._runner = ModelRunner(loaded.model, self._cache, max_model_len=max_model_len, device=device)
+        return self._cache.num_bytes
+
+    def warm_up(self, max_step_tokens: int, max_sequences: int, progress: Callable[[int, int], None]) -> None:
+        """Runs steps of the shapes to come. Drops all sequences. Raises RuntimeFailure "out_of_memory"."""
+        self._check_step_size(max_step_tokens, max_sequences)
+        runner, cache, device = self._need_runner(), self._need_cache(), self._need_device()
+        batches = [1 << i for i in range(max_sequences.bit_length()) if 1 << i < max_sequences] + [max_sequences]
+        plans = [[min(max_step_tokens, runner.max_model_len - 1)], *([1] * batch for batch in batches)]
+        plans = [plan for plan in plans if plan[0] and num_blocks_of(plan, cache.block_size, 1) <= cache.num_blocks]
+        progress(0, len(plans))
+        with explains_out_of_memory(device, "the steps of a warm-up", _LOWER_STEP):
+            for done, lengths in enumerate(plans, 1):
+                runner.execute(prefill_step(lengths, cache.block_size, Sampling(), 1))
+                runner.execute(decode_step(lengths, 0))
+                runner.drop_sequences()
+                progress(done, len(plans))
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Executes a step. Raises StateMismatch, with nothing changed, when it disagrees with what is held;
+        RuntimeFailure "out_of_memory" when the device runs out."""
+        device = self._need_device()
+        with explains_out_of_memory(device, f"step {step.step_id}", _LOWER_STEP):
+            return self._need_runner().execute(step)
+
+    def reset(self, phase: Phase) -> None:
+        """Goes back to an earlier phase, and gives back what later ones took."""
+        if phase <= Phase.CACHED and self._runner is not None:
+            self._runner.drop_sequences()
+        if phase <= Phase.LOADED:
+            self._runner = self._cache = None
+        if phase <= Phase.INITIALISED:
+            self._loaded = None
+        if phase <= Phase.LOADED and self._device is not None and self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        if phase <= Phase.STARTING:
+            self._device = None
+
+    def _load(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        progress: Callable[[str, int, int], None],
+        cancelled: Callable[[], bool],
+    ) -> _Loaded:
+        device, config = self._need_device(), checkpoint.config
+        try:
+            model = build_model(config, self._parallel, NoCollectives())
+        except ValueError as error:
+            raise RuntimeFailure("unsupported", f"the model cannot be split over these ranks: {error}") from error
+        wanted = model.weight_slices()
+        total = bytes_to_read(checkpoint, wanted)
+        with explains_out_of_memory(device, f"the weights of {checkpoint.path}", "use a smaller model"):
+            tensors = load_weights(
+                checkpoint,
+                wanted,
+                dtype=dtype,
+                progress=lambda loaded: progress("read", loaded, total),
+                cancelled=cancelled,
+            )
+            progress("finalise", total, total)
+            for name in tensors:
+                tensors[name] = tensors[name].to(device)
+            weight_bytes = model.place_weights(tensors)
+        shape = CacheShape(len(model.layers), model.num_kv_heads, config.head_dim, dtype)
+        return _Loaded(checkpoint, model, dtype, weight_bytes, shape)
+
+    def _summary(self, loaded: _Loaded, *, already_loaded: bool, begin: int) -> LoadSummary:
+        config = loaded.checkpoint.config
+        return LoadSummary(
+            fingerprint=loaded.checkpoint.fingerprint,
+            architecture=config.architecture,
+            weight_bytes=loaded.weight_bytes,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            kv_bytes_per_token=loaded.cache_shape.bytes_per_token,
+            vocab_size=config.vocab_size,
+            max_position_count=config.max_position_count,
+            already_loaded=already_loaded,
+            duration_ns=time.perf_counter_ns() - begin,
+        )
+
+    def _check_cache_fits(self, needed: int) -> None:
+        free = device_memory(self._need_device()).free_bytes
+        if needed > free:
+            raise RuntimeFailure(
+                "out_of_memory",
+                f"the KV cache needs {needed} bytes, but {self._device} has {free} free; lower num_kv_blocks or "
+                "kv_cache_bytes",
+                {"needed_bytes": str(needed), "free_bytes": str(free), "device": str(self._device)},
+            )
+
+    @staticmethod
+    def _check_step_size(max_step_tokens: int, max_sequences: int) -> None:
+        for name, value in (("max_step_token_count", max_step_tokens), ("max_sequence_count", max_sequences)):
+            if not 1 <= value <= 2**20:
+                raise RuntimeFailure("invalid", f"{name} {value} lies outside 1 to {2**20}", {"field": name})
+
+    def _need_device(self) -> torch.device:
+        return _present(self._device, "a device", "InitDevice")
+
+    def _need_model(self) -> _Loaded:
+        return _present(self._loaded, "a model", "LoadModel")
+
+    def _need_cache(self) -> KvCache:
+        return _present(self._cache, "a KV cache", "InitializeCache")
+
+    def _need_runner(self) -> ModelRunner:
+        return _present(self._runner, "a KV cache", "InitializeCache")
+
+
+def _present(value: T | None, what: str, call: str) -> T:
+    if value is None:
+        raise RuntimeFailure("invalid", f"the worker does not hold {what} yet; call {call} first")
+    return value
