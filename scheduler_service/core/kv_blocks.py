@@ -62,7 +62,7 @@ class BlockManager:
         return self._pool.find(sequence.keys.keys(sequence.token_ids, num))
 
     def num_lacking(self, sequence: Sequence, hits: list[int]) -> int:
-        """How many blocks are lacking for a sequence to start, with all its known tokens; promised ones are not free."""
+        """How many blocks are lacking for a sequence to start with all its known tokens; promised ones are not free."""
         needed = self.num_blocks_for(len(sequence.token_ids)) - len(hits)
         return max(0, needed + self._promised + self._pool.num_revived(hits) - self._pool.num_free)
 

@@ -12,6 +12,7 @@ class NewSequence:
     """A sequence as its first step of an epoch, or its first after a preemption, carries it."""
 
     sequence: Sequence
+    sequence_id: int
     token_ids: list[int]
     block_ids: list[int]
 

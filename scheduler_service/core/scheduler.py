@@ -185,11 +185,12 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0].step_id != result.step_id:
             expected = self._in_flight[0].step_id if self._in_flight else "none"
             raise ValueError(f"the answer is to step {result.step_id}; the oldest in flight is {expected}")
-        plan = self._in_flight.popleft()
+        plan = self._in_flight[0]
         events: list[Event] = []
         for sequence_id, message in result.errors.items():
             events += self._fail_sequence(plan, sequence_id, message)
         self._apply_tokens(result, events)
+        self._in_flight.popleft()
         self._requeue_drained()
         self.stats.count_step(plan.num_tokens, self._clock())
         return events
@@ -287,7 +288,9 @@ class Scheduler:
             missing = self._blocks.num_missing(sequence, num)
             if missing > 0:
                 self._blocks.grow(sequence, missing)
-            plan.new_sequences.append(NewSequence(sequence, list(sequence.token_ids), list(sequence.block_ids)))
+            plan.new_sequences.append(
+                NewSequence(sequence, sequence.sequence_id, list(sequence.token_ids), list(sequence.block_ids))
+            )
             plan.new_block_counts.append(0)
             self._put(plan, sequence, num)
             budget -= num

@@ -1,6 +1,7 @@
 """Long random histories: whatever happens, each request ends once, with the tokens of an undisturbed run."""
 
 import os
+import random
 from collections import deque
 
 import hypothesis.strategies as st
@@ -55,6 +56,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         self.worker = ModelWorker(num_blocks, block_size, STOP_ONE_IN)
         self.sent: deque[StepPlan] = deque()
         self.live: dict[Sequence, list[int]] = {}
+        self.transcripts: list[list[int]] = []
         self.num_requests = 0
 
     @rule(
@@ -67,7 +69,15 @@ class SchedulerHistory(RuleBasedStateMachine):
     )
     def add(self, stem: int, length: int, max_tokens: int, n: int, priority: int, patience: int | None) -> None:
         # Prompts of one stem share prefixes of every length.
-        prompt = [1 + (stem * 7 + i * i) % 40 for i in range(length)]
+        self.submit([1 + (stem * 7 + i * i) % 40 for i in range(length)], max_tokens, n, priority, patience)
+
+    @precondition(lambda self: self.transcripts)
+    @rule(data=st.data(), extra=st.integers(0, 4), max_tokens=st.integers(1, 10))
+    def continue_conversation(self, data: st.DataObject, extra: int, max_tokens: int) -> None:
+        transcript = data.draw(st.sampled_from(self.transcripts))
+        self.submit(transcript + [7] * extra, max_tokens, 1, 0, None)
+
+    def submit(self, prompt: list[int], max_tokens: int, n: int, priority: int, patience: int | None) -> None:
         request = Request(
             request_id=f"r{self.num_requests}",
             prompt_token_ids=prompt,
@@ -83,6 +93,15 @@ class SchedulerHistory(RuleBasedStateMachine):
             assert not self.scheduler.sequences_of(request.request_id)
             return
         self.live.update({sequence: [] for sequence in sequences})
+
+    @rule(rounds=st.integers(1, 6), data=st.data())
+    def run(self, rounds: int, data: st.DataObject) -> None:
+        """As many rounds as drawn, with the pipeline kept full and a sequence failing now and then."""
+        for _ in range(rounds):
+            for _ in range(self.scheduler.config.max_in_flight):
+                self.send()
+            if self.sent:
+                self.answer(data.draw(st.one_of(st.none(), st.none(), st.integers(0, 3))))
 
     @rule()
     def send(self) -> None:
@@ -117,8 +136,10 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert bool(events) == (due is not None and due <= self.now)
         self.deliver(events)
 
-    @rule()
-    def lose_worker(self) -> None:
+    @rule(really=st.integers(0, 3))
+    def lose_worker(self, really: int) -> None:
+        if really:
+            return
         self.scheduler.end_epoch()
         self.worker.restart()
         self.sent.clear()
@@ -138,6 +159,7 @@ class SchedulerHistory(RuleBasedStateMachine):
                     list(request.prompt_token_ids), sequence.index, request.max_tokens, stop_one_in=STOP_ONE_IN
                 )
                 assert output == whole
+                self.transcripts = [*self.transcripts[-3:], [*request.prompt_token_ids, *output]]
                 del self.live[sequence]
 
     @invariant()
@@ -166,6 +188,62 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert self.scheduler.is_idle
         assert self.scheduler.num_free_blocks == self.scheduler.config.num_blocks
         assert not self.worker.sequences
+
+
+def play(seed: int) -> int:
+    """One history from a plain random generator, far faster than hypothesis; returns its number of operations."""
+    r = random.Random(seed)
+    history = SchedulerHistory()
+    history.start(
+        num_blocks=r.randint(4, 24),
+        block_size=r.choice([1, 2, 4]),
+        max_running=r.randint(1, 6),
+        extra_tokens=r.randint(0, 20),
+        prefix_caching=r.random() < 0.8,
+        max_in_flight=r.randint(1, 3),
+    )
+    num_operations = r.randint(5, 60)
+    for _ in range(num_operations):
+        kind = r.random()
+        if kind < 0.25:
+            patience = r.choice([None, r.randint(1, 20)])
+            history.add(
+                r.randint(0, 2),
+                r.randint(1, 30),
+                r.randint(1, 20),
+                r.choice([1, 1, 1, 2, 3]),
+                r.choice([0, 1]),
+                patience,
+            )
+        elif kind < 0.35 and history.transcripts:
+            history.submit(r.choice(history.transcripts) + [7] * r.randint(0, 4), r.randint(1, 10), 1, 0, None)
+        elif kind < 0.6:
+            history.send()
+        elif kind < 0.95 and history.sent:
+            history.answer(r.choice([None, None, None, r.randint(0, 5)]))
+        elif kind < 0.98 and history.live:
+            sequence = r.choice(sorted(history.live, key=lambda s: s.sequence_id))
+            if kind < 0.97:
+                request_id = sequence.request.request_id
+                history.deliver(history.scheduler.end_request(request_id, FinishReason.CANCELLED))
+            else:
+                history.scheduler.end_sequence(sequence.sequence_id, FinishReason.STOP)
+                del history.live[sequence]
+        elif kind < 0.99:
+            history.expire()
+        else:
+            history.lose_worker(0)
+        history.is_sound()
+    history.teardown()
+    return num_operations
+
+
+def test_random_histories() -> None:
+    """As many operations again, over more and other histories."""
+    done = seed = 0
+    while done < 3 * NUM_OPERATIONS:
+        done += play(seed)
+        seed += 1
 
 
 TestSchedulerHistory = SchedulerHistory.TestCase

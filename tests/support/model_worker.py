@@ -68,7 +68,7 @@ class ModelWorker:
             self.sequences.pop(sequence_id, None)
         computed_of = dict(zip(plan.sequence_ids, plan.computed_token_counts, strict=True))
         for new in plan.new_sequences:
-            sequence_id = new.sequence.sequence_id
+            sequence_id = new.sequence_id
             assert sequence_id not in self.sequences
             state = _State(list(new.token_ids), new.sequence.index, list(new.block_ids), computed_of[sequence_id])
             self.sequences[sequence_id] = state
@@ -124,4 +124,5 @@ class ModelWorker:
         return block_id, position % self.block_size
 
     def _slot(self, state: _State, position: int) -> bytes:
-        return self.slots[self._place(state, position)]
+        # A step after the one that failed may read what a skipped sequence never wrote; its answer is void.
+        return self.slots.get(self._place(state, position), SPOILED)
