@@ -151,7 +151,7 @@ class TextPipeline:
                 continue
             try:
                 output = text.take(event)
-            except Exception:
+            except BaseException:  # a panic of the tokenizers library is no Exception
                 _log.exception("text_failed", request_id=event.sequence.request.request_id)
                 error = StepwireError("INTERNAL", "the text of this request could not be made; the log says why")
                 deliveries.append((text, error))

@@ -1,8 +1,9 @@
 """The tokenizer, off the event loop."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from tokenizers import Tokenizer
 
@@ -55,13 +56,26 @@ class Tokens:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:  # called with positions by the executor
         if not text.isascii():
             _check_unicode(text)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        with _panics_as_errors():
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         self.check_ids(ids, "text")
         return ids
 
     def _decode(self, token_ids: list[int], keep_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=not keep_special_tokens)
+        with _panics_as_errors():
+            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=not keep_special_tokens)
         return text
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """A panic of the tokenizers library is no Exception, and would pass every handler on its way."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as panic:
+        raise RuntimeError(f"the tokenizer panicked: {panic}") from panic
 
 
 def _check_unicode(text: str) -> None:

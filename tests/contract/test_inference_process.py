@@ -1,6 +1,7 @@
 """The scheduler process itself: how it starts, what it says when it cannot, and how it ends."""
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from stepwire.rpc.errors import StepwireError, from_rpc_error
 from stepwire.v1 import inference_pb2 as pb
 from stepwire.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.support.fake_worker import FakeWorker, FakeWorkerServer, letter_ids
+from tests.support.scheduler_server import until
 from tests.support.tiny_checkpoint import make_tiny_llama, tiny_tokenizer
 
 PROGRAM = """
@@ -61,11 +63,12 @@ class Process:
             self.lines.append(line.decode().rstrip())
 
     async def line_with(self, word: str) -> str:
-        async with asyncio.timeout(20):
-            while not (found := [line for line in self.lines if word in line]):
-                assert self.process.returncode is None, self.lines
-                await asyncio.sleep(0.01)
-        return found[0]
+        def found() -> list[str]:
+            assert self.process.returncode is None, self.lines
+            return [line for line in self.lines if word in line]
+
+        await until(lambda: bool(found()), 20)
+        return found()[0]
 
     async def connect(self) -> None:
         line = await self.line_with('"listening"')
@@ -91,8 +94,6 @@ class Process:
 
 @asynccontextmanager
 async def scheduler(model: Path | str, worker: str, **settings: Any) -> AsyncIterator[Process]:
-    import json
-
     values = {"model": str(model), "workers": [worker], "port": 0, "log_format": "json", **settings}
     process = Process(
         await asyncio.create_subprocess_exec(
@@ -125,9 +126,7 @@ async def test_it_listens_at_once_serves_when_ready_and_drains_on_sigterm(
         running = asyncio.create_task(
             process.generate(text="x", model="tiny-model", sampling=pb.SamplingParams(max_tokens=60, ignore_eos=True))
         )
-        async with asyncio.timeout(5):
-            while not worker.worker.sequences:
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(worker.worker.sequences), 10)
         process.process.send_signal(signal.SIGTERM)
         await process.line_with('"draining"')
         assert await process.health() != SERVING
@@ -143,12 +142,10 @@ async def test_a_second_signal_ends_it_at_once(checkpoint: Path, worker: FakeWor
     async with scheduler(checkpoint, worker.address) as process:
         await process.connect()
         await process.line_with('"ready"')
-        worker.worker.gate.clear()
+        worker.worker.step_delay_s = 0.01
         running = asyncio.create_task(process.generate(text="x"))
-        async with asyncio.timeout(5):
-            while "request_started" not in process.lines and not worker.worker.calls.count("ExecuteModel"):
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
+        await until(lambda: bool(worker.worker.sequences), 10)
+        worker.worker.gate.clear()
         process.process.send_signal(signal.SIGTERM)
         await process.line_with('"draining"')
         process.process.send_signal(signal.SIGTERM)
@@ -165,9 +162,7 @@ async def test_a_lost_worker_ends_it_with_status_3_and_one_error_line(
         await process.line_with('"ready"')
         worker.worker.step_delay_s = 0.01
         running = asyncio.create_task(process.generate(text="x"))
-        async with asyncio.timeout(5):
-            while not worker.worker.sequences:
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(worker.worker.sequences), 10)
         await worker.kill()
         with pytest.raises(StepwireError) as caught:
             await running
@@ -211,9 +206,7 @@ async def test_an_unreachable_worker_is_one_line(checkpoint: Path) -> None:
 async def test_a_worker_that_dies_during_load_is_one_line(checkpoint: Path, worker: FakeWorkerServer) -> None:
     worker.worker.load_delay_s = 30
     task = asyncio.create_task(_cannot_start(checkpoint, worker.address))
-    async with asyncio.timeout(10):
-        while "LoadModel" not in worker.worker.calls:
-            await asyncio.sleep(0.01)
+    await until(lambda: "LoadModel" in worker.worker.calls, 10)
     await worker.kill()
     assert "load_model failed on rank 0" in await task
 
@@ -225,8 +218,6 @@ async def test_a_context_longer_than_the_model_is_one_line(checkpoint: Path) -> 
 async def test_sigterm_during_a_start_ends_it_with_status_0(checkpoint: Path, worker: FakeWorkerServer) -> None:
     worker.worker.load_delay_s = 30
     async with scheduler(checkpoint, worker.address) as process:
-        async with asyncio.timeout(10):
-            while "LoadModel" not in worker.worker.calls:
-                await asyncio.sleep(0.01)
+        await until(lambda: "LoadModel" in worker.worker.calls, 10)
         process.process.send_signal(signal.SIGTERM)
         assert await process.ended() == 0

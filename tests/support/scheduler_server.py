@@ -134,7 +134,7 @@ async def running_scheduler(
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     """Waits until something is true that no event tells of."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0.005)
 
 

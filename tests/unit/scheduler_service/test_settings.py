@@ -1,0 +1,24 @@
+"""The scheduler's settings."""
+
+import pytest
+from pydantic import ValidationError
+
+from scheduler_service.settings import SchedulerSettings
+
+
+def test_every_setting_says_what_it_is() -> None:
+    assert all(field.description for field in SchedulerSettings.model_fields.values())
+
+
+def test_the_defaults_hold_together() -> None:
+    settings = SchedulerSettings(model="m")
+    assert settings.max_num_batched_tokens >= settings.max_num_seqs
+
+
+def test_a_step_too_small_for_the_running_sequences_is_refused() -> None:
+    with pytest.raises(ValidationError, match="must be at least max_num_seqs"):
+        SchedulerSettings(model="m", max_num_seqs=100, max_num_batched_tokens=99)
+
+
+def test_the_key_is_not_shown() -> None:
+    assert "secret" not in repr(SchedulerSettings(model="m", cluster_key="secret-secret-secret"))
