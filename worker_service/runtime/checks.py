@@ -128,34 +128,45 @@ def _check_new(new: NewSequence, table: SequenceTable, scheduled: int, computed:
     if len(block_ids) > table.max_blocks or len(block_ids) * table.block_size < computed + scheduled:
         raise StateMismatch(f"{name} brings {len(block_ids)} blocks for {computed + scheduled} positions")
     if len(np.unique(block_ids)) != len(block_ids):
+        # Also what makes a plain `+= 1` count its holders.
         raise StateMismatch(f"{name} holds a block twice")
     _check_blocks(block_ids, table, name)
     return _token_error(new.token_ids, table.vocab_size) or sampling_error(new.sampling, table.vocab_size)
 
 
 def _check_writes(step: StepInput, checked: CheckedStep, table: SequenceTable, new: dict[int, NewSequence]) -> None:
-    """Refuses two sequences that would write the same block."""
+    """Refuses a sequence that would write a block which another one holds, or gets too."""
+    holders = table.num_holders
+    ended = {*step.finished_sequence_ids, *step.preempted_sequence_ids}
+    gone = [table.row_of[sequence_id] for sequence_id in ended if sequence_id in table.row_of]
+    if gone:
+        holders = holders.copy()
+        for row in gone:
+            holders[table.held_blocks(row)] -= 1
     first = checked.computed // table.block_size
-    last = (checked.computed + checked.scheduled - 1) // table.block_size
-    decodes, decode_rows, written = [], [], []
+    own, fresh = [], []
     for i, sequence_id in enumerate(step.sequence_ids):
         if sequence_id in new:
-            written.append(np.asarray(new[sequence_id].block_ids, np.int64)[first[i] : last[i] + 1])
-            continue
-        row = table.row_of[sequence_id]
-        if table.skipped[row]:
-            continue
-        if first[i] == last[i] and not len(checked.new_blocks[i]):
-            # Nearly all are decodes into a block that the table holds already: those are looked up together.
-            decodes.append(i)
-            decode_rows.append(row)
+            fresh.append(np.asarray(new[sequence_id].block_ids, np.int64)[first[i] :])
         else:
-            blocks = np.concatenate((table.tables[row, : table.num_held_blocks[row]], checked.new_blocks[i]))
-            written.append(blocks[first[i] : last[i] + 1])
-    written.append(table.tables[decode_rows, first[decodes]] if decodes else np.zeros(0, np.int64))
-    blocks, times = np.unique(np.concatenate(written), return_counts=True)
+            row = table.row_of[sequence_id]
+            fresh.append(checked.new_blocks[i])
+            if not table.skipped[row]:
+                own.append(table.held_blocks(row)[first[i] :])
+    for blocks, most, text in (
+        (_joined(own), 1, "is written by one sequence and held by another"),
+        (_joined(fresh), 0, "is given to a sequence while it is held"),
+    ):
+        held = blocks[holders[blocks] > most]
+        if len(held):
+            raise StateMismatch(f"step {step.step_id}: block {held[0]} {text}")
+    unique, times = np.unique(_joined(fresh), return_counts=True)
     if (times > 1).any():
-        raise StateMismatch(f"step {step.step_id}: block {blocks[np.argmax(times)]} is written by two sequences")
+        raise StateMismatch(f"step {step.step_id}: block {unique[np.argmax(times)]} is given twice")
+
+
+def _joined(arrays: Sequence[IntArray]) -> IntArray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
 def _token_error(token_ids: Sequence[int], vocab_size: int) -> str | None:

@@ -91,6 +91,8 @@ class SequenceTable:
         self.prompt_token_count = np.zeros(0, np.int64)
         self.skipped = np.zeros(0, np.bool_)
         """Sequences that stopped or failed: neither computed nor answered until the scheduler ends them."""
+        self.num_holders = np.zeros(num_blocks, np.int64)
+        """How many block tables each block is in."""
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -118,6 +120,7 @@ class SequenceTable:
         """Appends to a block table."""
         held = self.num_held_blocks[row]
         self.tables[row, held : held + len(block_ids)] = block_ids
+        self.num_holders[self.tables[row, held : held + len(block_ids)]] += 1
         self.num_held_blocks[row] = held + len(block_ids)
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
@@ -129,14 +132,19 @@ class SequenceTable:
         """Forgets a sequence and answers its row; None when it is not known."""
         row = self.row_of.pop(sequence_id, None)
         if row is not None:
+            self.num_holders[self.held_blocks(row)] -= 1
             self._free.append(row)
         return row
+
+    def held_blocks(self, row: int) -> IntArray:
+        """The block table of a row."""
+        return self.tables[row, : self.num_held_blocks[row]]
 
     def _grow(self) -> None:
         have = len(self.num_tokens)
         want = max(_FIRST_ROWS, 2 * have)
         for name, column in vars(self).items():
-            if isinstance(column, np.ndarray):
+            if isinstance(column, np.ndarray) and column is not self.num_holders:
                 setattr(self, name, _grown(column, want))
         self.sampling.grow(want)
         self._free.extend(range(want - 1, have - 1, -1))

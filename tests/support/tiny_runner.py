@@ -1,0 +1,170 @@
+"""A tiny model on a model runner, and a scheduler in miniature that drives it."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM
+
+from loader.checkpoint import open_checkpoint
+from loader.weights import load_weights
+from worker_service.models.llama import LlamaModel
+from worker_service.models.parallel import NoCollectives, ParallelConfig
+from worker_service.models.registry import build_model
+from worker_service.runtime.kv_cache import CacheShape, KvCache
+from worker_service.runtime.runner import ModelRunner
+from worker_service.runtime.step import Logprobs, NewSequence, Sampling, StepInput, StepOutput
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on several threads, and far slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def load_tiny(path: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
+    """The model of a checkpoint, weights placed."""
+    checkpoint = open_checkpoint(path)
+    model = build_model(checkpoint.config, ParallelConfig(), NoCollectives())
+    wanted = model.weight_slices()
+    tensors = load_weights(checkpoint, wanted, dtype=dtype, progress=lambda _: None, cancelled=lambda: False)
+    model.place_weights(tensors)
+    assert not tensors
+    return model
+
+
+def make_runner(
+    model: LlamaModel, *, num_blocks: int = 256, block_size: int = 4, max_model_len: int = 256
+) -> tuple[ModelRunner, KvCache]:
+    """A runner with a float32 cache of its own."""
+    model.prepare(max_model_len, dtype=torch.float32, device=CPU)
+    shape = CacheShape(len(model.layers), model.num_kv_heads, model.config.head_dim, torch.float32)
+    cache = KvCache(shape, num_blocks, block_size, CPU)
+    return ModelRunner(model, cache, max_model_len=max_model_len, device=CPU), cache
+
+
+def reference_tokens(path: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """What transformers continues each prompt with, greedily, one by one, in float32."""
+    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        made: Any = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(made[0, len(prompt) :].tolist())
+    return outputs
+
+
+@dataclass
+class Driven:
+    """A sequence as the driver sees it."""
+
+    sequence_id: int
+    token_ids: list[int]
+    prompt_token_count: int
+    sampling: Sampling
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    known: bool = False
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.token_ids[self.prompt_token_count :]
+
+
+class Driver:
+    """Plans steps for a runner: scattered blocks, chunks of any size, preemption. Applies each answer at once."""
+
+    def __init__(self, runner: ModelRunner, cache: KvCache, seed: int = 0) -> None:
+        self.runner = runner
+        self.block_size = cache.block_size
+        self.free = list(range(cache.num_blocks))
+        random.Random(seed).shuffle(self.free)
+        self.sequences: dict[int, Driven] = {}
+        self.step_id = 0
+        self.finished: list[int] = []
+        self.preempted: list[int] = []
+
+    def add(self, sequence_id: int, prompt: Sequence[int], sampling: Sampling | None = None) -> Driven:
+        driven = Driven(sequence_id, list(prompt), len(prompt), sampling or Sampling())
+        self.sequences[sequence_id] = driven
+        return driven
+
+    def finish(self, sequence_id: int) -> None:
+        driven = self.sequences.pop(sequence_id)
+        self.free += driven.blocks
+        self.finished.append(sequence_id)
+
+    def preempt(self, sequence_id: int) -> None:
+        driven = self.sequences[sequence_id]
+        self.free += driven.blocks
+        driven.blocks, driven.computed, driven.known = [], 0, False
+        self.preempted.append(sequence_id)
+
+    def plan(self, chunks: dict[int, int]) -> StepInput:
+        """A step that computes at most so many tokens of each sequence."""
+        self.step_id += 1
+        new: list[NewSequence] = []
+        ids, counts, computed, block_counts, blocks = [], [], [], [], []
+        for sequence_id, most in chunks.items():
+            driven = self.sequences[sequence_id]
+            count = min(most, len(driven.token_ids) - driven.computed)
+            need = -(-(driven.computed + count) // self.block_size) - len(driven.blocks)
+            added = [self.free.pop() for _ in range(need)]
+            driven.blocks += added
+            if not driven.known:
+                new.append(
+                    NewSequence(
+                        sequence_id,
+                        f"request-{sequence_id}",
+                        list(driven.token_ids),
+                        driven.prompt_token_count,
+                        driven.sampling,
+                        list(driven.blocks),
+                    )
+                )
+                added, driven.known = [], True
+            ids.append(sequence_id)
+            counts.append(count)
+            computed.append(driven.computed)
+            block_counts.append(len(added))
+            blocks += added
+            driven.computed += count
+        step = StepInput(self.step_id, new, ids, counts, computed, block_counts, blocks, self.finished, self.preempted)
+        self.finished, self.preempted = [], []
+        return step
+
+    def apply(self, output: StepOutput) -> None:
+        for sequence_id, token_id in zip(output.sequence_ids, output.token_ids, strict=True):
+            driven = self.sequences[sequence_id]
+            driven.token_ids.append(token_id)
+            if sequence_id in output.logprobs:
+                driven.logprobs.append(output.logprobs[sequence_id])
+
+    def step(self, chunks: dict[int, int]) -> StepOutput:
+        """Plans, runs and applies one step."""
+        output = self.runner.execute(self.plan(chunks))
+        self.apply(output)
+        return output
+
+    def run(self, num_outputs: int, chunk: int = 1000) -> None:
+        """Steps all sequences together until each has so many output tokens."""
+        while waiting := [s for s in self.sequences.values() if len(s.output) < num_outputs]:
+            output = self.step({driven.sequence_id: chunk for driven in waiting})
+            assert not output.errors, output.errors
