@@ -4,6 +4,7 @@ Calls made under a sampled span get a CLIENT span each, and carry its context; h
 which are made under none, cost no span.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 _UNARY_TIMEOUT_S = 300.0
 _RESET_TIMEOUT_S = 60.0
 _LOAD_TIMEOUT_S = 24 * 3600.0
+_OPEN_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
 
@@ -169,11 +171,18 @@ class GrpcStepStream:
     def __init__(self, call: Any, epoch: int) -> None:
         self._call = call
         self._epoch = epoch
+        self._is_cancelled = False
 
     async def open(self) -> None:
         """Exchanges the first messages. Raises StepwireError."""
-        await self._write(pb.ExecuteModelRequest(open=pb.OpenStream(epoch=self._epoch, last_step_id=0)))
-        first = await self._read()
+        try:
+            async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                await self._write(pb.ExecuteModelRequest(open=pb.OpenStream(epoch=self._epoch, last_step_id=0)))
+                first = await self._read()
+        except TimeoutError:
+            self.cancel()
+            text = f"the worker did not open the step stream within {_OPEN_TIMEOUT_S:g} s"
+            raise StepwireError("WORKER_FAILED", text) from None
         if first.WhichOneof("message") != "open":
             raise StepwireError("WORKER_FAILED", "the worker's first message on the step stream is not `open`")
 
@@ -187,26 +196,42 @@ class GrpcStepStream:
         return step_result(response.result), _timings(response.result.timings)
 
     def cancel(self) -> None:
-        """Ends the stream."""
+        """Ends the stream; calls in progress raise StepwireError."""
+        self._is_cancelled = True
         self._call.cancel()
 
     async def _write(self, message: pb.ExecuteModelRequest) -> None:
         try:
             await self._call.write(message)
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        except Exception as error:  # gRPC raises InvalidStateError or its own on a call that is over
+            raise _lost(error) from error
+        except Exception as error:
+            if not self._call.done():
+                raise
+            # gRPC says no more than that the call is over.
             raise await self._why_ended() from error
 
     async def _read(self) -> pb.ExecuteModelResponse:
         try:
             response = await self._call.read()
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
         except grpc.RpcError as error:
             raise _lost(error) from error
         if response is grpc.aio.EOF:
             raise await self._why_ended()
         message: pb.ExecuteModelResponse = response
         return message
+
+    def _raise_if_closed(self) -> None:
+        """gRPC cancels whoever waits on a call that was cancelled; that is no cancellation of the task."""
+        task = asyncio.current_task()
+        if self._is_cancelled and task is not None and not task.cancelling():
+            raise StepwireError("CANCELLED", "the step stream was closed") from None
 
     async def _why_ended(self) -> StepwireError:
         code = await self._call.code()

@@ -159,20 +159,20 @@ async def test_32_streams_of_all_kinds_each_end_once_and_leave_every_block_free(
 
 async def test_a_slow_client_gets_merged_messages_and_delays_nobody() -> None:
     async with running_scheduler() as scheduler:
-        request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=400, seed=1, logprobs=20))
+        request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=500, seed=1, logprobs=20))
         call = scheduler.stub.Generate(request, timeout=30)
         first = await call.read()
         assert first.HasField("started")
-        others = await scheduler.generate(text="y", sampling=pb.SamplingParams(max_tokens=400))
-        assert len(tokens_of(others)) == 400
+        others = await scheduler.generate(text="y", sampling=pb.SamplingParams(max_tokens=500))
+        assert len(tokens_of(others)) == 500
         await until(lambda: not scheduler.worker.sequences)
         responses = []
         while (response := await call.read()) is not grpc.aio.EOF:
             responses.append(response)
         outputs = [response.output for response in responses if response.HasField("output")]
-        assert len(outputs) < 400
-        assert sum(len(output.token_ids) for output in outputs) == 400
-        assert sum(len(output.logprobs) for output in outputs) == 400
+        assert len(outputs) < 500
+        assert sum(len(output.token_ids) for output in outputs) == 500
+        assert sum(len(output.logprobs) for output in outputs) == 500
         assert [output.position for output in outputs] == [
             sum(len(o.token_ids) for o in outputs[:i]) for i in range(len(outputs))
         ]

@@ -1,0 +1,78 @@
+"""Plans to messages, answers to results."""
+
+import pytest
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.request import Request
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.engine.values import Sampling
+from scheduler_service.rpc.worker_client import step_message, step_result
+from stepwire.v1 import common_pb2
+from stepwire.v1 import worker_pb2 as pb
+
+SAMPLING = Sampling(0.5, 3, 0.25, 0.125, 1.5, -1.0, 2.0, (2, 7), 4, 2**64 - 1, 0)
+
+
+def scheduler() -> Scheduler:
+    config = SchedulerConfig(num_blocks=8, block_size=4, max_running=4, max_step_tokens=16)
+    return Scheduler(config, lambda: 0.0)
+
+
+def test_a_step_carries_every_column_of_its_plan() -> None:
+    core = scheduler()
+    core.add_request(Request("r1", [5, 6, 7, 8, 9], 10, sampling=SAMPLING, trace="00-1-2-01"))
+    plan = core.schedule()
+    assert plan is not None
+    step = step_message(plan, 3)
+    assert (step.epoch, step.step_id) == (3, 1)
+    assert list(step.sequence_ids) == plan.sequence_ids
+    assert list(step.scheduled_token_counts) == [5]
+    assert list(step.computed_token_counts) == [0]
+    assert list(step.new_block_counts) == [0]
+    (new,) = step.new_sequences
+    assert list(new.token_ids) == [5, 6, 7, 8, 9]
+    assert list(new.block_ids) == plan.new_sequences[0].block_ids
+    assert (new.request_id, new.prompt_token_count, new.traceparent) == ("r1", 5, "00-1-2-01")
+    assert new.sampling == pb.SequenceSampling(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=2.0,
+        stop_token_ids=[2, 7],
+        min_tokens=4,
+        seed=2**64 - 1,
+        sequence_index=0,
+        logprobs=0,
+    )
+    assert new.sampling.HasField("logprobs")
+
+
+def test_a_sampling_of_another_kind_is_a_defect() -> None:
+    core = scheduler()
+    core.add_request(Request("r1", [5], 10, sampling=None))
+    plan = core.schedule()
+    assert plan is not None
+    with pytest.raises(TypeError, match="r1"):
+        step_message(plan, 1)
+
+
+def test_a_result_is_read_whole_and_logprobs_untouched() -> None:
+    logprobs = common_pb2.PositionLogprobs(sampled=common_pb2.TokenLogprob(token_id=9, logprob=-1.0))
+    result = step_result(
+        pb.StepResult(
+            epoch=1,
+            step_id=4,
+            sequence_ids=[1, 2],
+            token_ids=[9, 8],
+            stopped_sequence_ids=[2],
+            logprobs=[pb.SequenceLogprobs(sequence_id=1, logprobs=logprobs)],
+            errors=[pb.SequenceError(sequence_id=3, message="bad")],
+        )
+    )
+    assert (result.step_id, result.sequence_ids, result.token_ids) == (4, [1, 2], [9, 8])
+    assert result.stopped_sequence_ids == {2}
+    assert result.logprobs == {1: logprobs}
+    assert result.errors == {3: "bad"}
