@@ -12,10 +12,11 @@ from pydantic import BaseModel
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.settings_groups import SCHEDULER, WORKER, SettingsGroup
 from stepwire.cli.settings_options import gather
+from tests.support.compose import interpolate, read_compose
 from worker_service.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+COMPOSE = read_compose()
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OWN = [name for name, service in SERVICES.items() if "build" in service]
 ENVIRON = {"HOME": "/home/user", "STEPWIRE_CLUSTER_KEY": "a-key-of-enough-letters"}
@@ -27,25 +28,10 @@ COMMANDS: Mapping[str, tuple[SettingsGroup, type[BaseModel]]] = {
 WITHOUT_HEALTH_CHECK = {"otel-collector"}
 
 
-def interpolate(text: str, environ: Mapping[str, str] = ENVIRON) -> str:
-    """What compose makes of ${NAME}, ${NAME:-default} and ${NAME:?message}."""
-    pattern = re.compile(r"\$\{(\w+)(?::([-?])((?:[^${}]|\$\{[^{}]*\})*))?\}")
-
-    def value(match: re.Match[str]) -> str:
-        name, kind, rest = match.groups()
-        if environ.get(name):
-            return environ[name]
-        if kind == "?":
-            raise KeyError(rest)
-        return interpolate(rest or "", environ)
-
-    return pattern.sub(value, text)
-
-
 def settings_of(name: str) -> BaseModel:
     command = SERVICES[name]["command"][0]
     group, model = COMMANDS[command]
-    environment = {key: interpolate(value) for key, value in SERVICES[name]["environment"].items()}
+    environment = {key: interpolate(value, ENVIRON) for key, value in SERVICES[name]["environment"].items()}
     unknown = set(environment) - {spec.variable for spec in group.specs.values()}
     assert not unknown, f"{name} sets what `stepwire {command}` does not know: {unknown}"
     return gather(group, {}, environment, None).build(model)
@@ -135,7 +121,7 @@ def test_the_example_of_the_environment_names_only_what_is_used() -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_what_is_mounted_exists(name: str) -> None:
     for volume in SERVICES[name].get("volumes", []):
-        source = interpolate(volume).split(":")[0]
+        source = interpolate(volume, ENVIRON).split(":")[0]
         if source.startswith("./"):
             assert (ROOT / source).exists(), source
             assert volume.endswith(":ro")

@@ -1,0 +1,142 @@
+"""`stepwire` commands as processes of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepwire.cli.errors import CommandError
+from stepwire.cli.trace_page import fetch_trace
+from stepwire.supervisor.ports import free_port
+from stepwire.traces import Trace
+
+# Whose spans the trace of a request holds.
+SERVICES = {"stepwire-client", "stepwire-scheduler", "stepwire-worker"}
+
+_POLL_S = 0.05
+_TIMEOUT_S = 120.0
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of a `stepwire` command."""
+    return [sys.executable, "-m", "stepwire.cli.main", *arguments]
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """This process's environment with just these settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("STEPWIRE_")}
+    return {**kept, **settings}
+
+
+def run(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end."""
+    return subprocess.run(
+        command(*arguments), env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@contextmanager
+def running(
+    arguments: Sequence[str], log_path: Path, settings: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that runs until it is left; its output goes to a file."""
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command(*arguments), env=environment(**(settings or {})), stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_serving(target: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+    """Waits until a server says that it serves. Raises AssertionError with its output when it ends instead."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while run("health", "--target", target).returncode != 0:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"{target} does not serve (status {process.poll()}):\n{log_path.read_text()}")
+
+
+def children(pid: int) -> dict[str, int]:
+    """Process ids of a supervisor's children by their command: "scheduler", "worker"."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+        found[words[words.index("stepwire.cli.main") + 1]] = int(child)
+    return found
+
+
+def wait_gone(pids: Sequence[int], within_s: float = 30.0) -> None:
+    """Waits until processes have ended. Raises AssertionError naming those that have not."""
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in pids if _is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(_POLL_S)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@dataclass(frozen=True)
+class ServeStack:
+    """`stepwire serve` that serves."""
+
+    process: subprocess.Popen[bytes]
+    target: str
+    log_path: Path
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of its scheduler and its worker."""
+        return children(self.process.pid)
+
+    @property
+    def output(self) -> str:
+        """What it has said so far."""
+        return self.log_path.read_text()
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the supervisor."""
+        self.process.send_signal(number)
+
+
+@contextmanager
+def serving(model: Path, folder: Path, *flags: str) -> Iterator[ServeStack]:
+    """`stepwire serve` on a free port, ready."""
+    port, log_path = free_port(), folder / "serve.log"
+    arguments = ["serve", "--model", str(model), "--port", str(port), "--log-dir", str(folder / "logs")]
+    limits = ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--kv-cache-bytes", "32MiB", "--threads", "1"]
+    with running([*arguments, *limits, *flags], log_path) as process:
+        stack = ServeStack(process, f"127.0.0.1:{port}", log_path)
+        wait_serving(stack.target, process, log_path)
+        yield stack
+
+
+def wait_for_trace(page: int, request_id: str) -> Trace:
+    """The trace of a request once all services have sent their spans of it."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            trace = fetch_trace(("127.0.0.1", page), request_id)
+        except CommandError:
+            trace = None
+        if trace is not None and set(trace.services) >= SERVICES:
+            return trace
+        assert time.monotonic() < deadline, f"no whole trace: {trace and trace.services}"
+        time.sleep(_POLL_S)
