@@ -186,6 +186,10 @@ def _watch_signals(worker: Worker) -> None:
 
 
 def _make_runtime(settings: WorkerSettings) -> Runtime:
+    if settings.device == "sim":
+        from worker_service.runtime.sim import SimRuntime
+
+        return SimRuntime(settings)
     # Imports torch: on the device thread, so that the server listens meanwhile.
     from worker_service.runtime.worker import WorkerRuntime
 

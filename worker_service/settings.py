@@ -18,7 +18,9 @@ class WorkerSettings(BaseModel):
     host: str = Field("127.0.0.1", min_length=1, max_length=253, description="Address to listen on.")
     port: int = Field(50061, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
     device: str = Field(
-        "cpu", pattern=r"^(cpu|cuda(:\d{1,3})?)$", description='Device to run on: "cpu", "cuda" or "cuda:N".'
+        "cpu",
+        pattern=r"^(cpu|cuda(:\d{1,3})?|sim)$",
+        description='Device to run on: "cpu", "cuda" or "cuda:N"; "sim" only simulates one, and answers nonsense.',
     )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of the model; by default the cores this process may use."
@@ -29,6 +31,16 @@ class WorkerSettings(BaseModel):
     kv_cache_bytes: int | None = Field(
         None, ge=1, le=2**50, description="Bytes for the KV cache; by default what memory_fraction leaves."
     )
+    sim_compute_flops: float = Field(
+        0.0, ge=0.0, le=1e24, description="Arithmetic of a simulated device, in FLOP/s; 0 is without limit."
+    )
+    sim_bandwidth_bytes: float = Field(
+        0.0, ge=0.0, le=1e24, description="Memory bandwidth of a simulated device, in bytes/s; 0 is without limit."
+    )
+    sim_latency_s: float = Field(
+        0.0, ge=0.0, le=3600.0, description="Seconds that each step of a simulated device takes on top."
+    )
+    sim_memory_bytes: int = Field(16 * 2**30, ge=1, le=2**50, description="Memory of a simulated device, in bytes.")
     model_roots: list[str] = Field(
         default_factory=list,
         max_length=64,

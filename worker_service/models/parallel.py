@@ -1,9 +1,11 @@
 """A rank's place in its group, and the collectives that layers call."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    # Not at run time: the simulated device takes its place in a group without torch.
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,11 @@ class ParallelConfig:
 class Collectives(Protocol):
     """What layers need of the tensor-parallel group; called only when it has more than one rank."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """The sum over all ranks, in the same shape; may reuse `tensor`."""
         ...
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """All ranks' tensors joined along the last dimension, in order of rank."""
         ...
 
@@ -59,10 +61,10 @@ class Collectives(Protocol):
 class NoCollectives:
     """The group of one."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """`tensor` as it is."""
         return tensor
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """`tensor` as it is."""
         return tensor

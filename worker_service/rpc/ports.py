@@ -2,21 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from worker_service.models.parallel import ParallelConfig
 from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
 from worker_service.runtime.step import StepInput, StepOutput
-
-if TYPE_CHECKING:
-    # It brings torch, which is imported on the device thread while the server already listens.
-    from worker_service.models.parallel import ParallelConfig
 
 
 class Runtime(Protocol):
     """A device with what it holds. Every call blocks and is made on the device thread; errors are typed:
     RuntimeFailure, CheckpointError, LoadCancelled, StateMismatch."""
 
-    def init_device(self, parallel: "ParallelConfig") -> DeviceInfo:
+    def init_device(self, parallel: ParallelConfig) -> DeviceInfo:
         """Selects the device and this rank's place."""
         ...
 

@@ -78,6 +78,8 @@ def _check_ranks(torch: TorchReport, device: str, threads: int | None, cores: fl
                 "warn", "ranks", text, f"more threads than cores slow each other down: --threads {int(cores)}"
             )
         return Finding("ok", "ranks", f"1 rank on cpu, {threads or int(cores)} threads")
+    if device == "sim":
+        return Finding("ok", "ranks", "1 rank on a simulated device")
     wanted = int(device.partition(":")[2] or 0)
     if wanted >= len(torch.devices):
         there = f"cuda:0 to cuda:{len(torch.devices) - 1}" if torch.devices else "none"

@@ -1,0 +1,318 @@
+"""A runtime without a device: everything but the arithmetic. Imports no torch.
+
+It reads a checkpoint's headers and tokenizer, checks every step as the real one does, and answers
+with tokens that are a function of (seed, sequence index, output position) alone. A step takes the
+time that stepwire.simulation.cost says, as wall time. It is for what lies around a model: the
+protocol, recovery, the door under load, sizes that no machine at hand has.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loader.checkpoint import Checkpoint, open_checkpoint
+from loader.errors import LoadCancelled
+from loader.tokenizer import load_tokenizer
+from stepwire.simulation.cost import CostModel, Hardware, ModelShape, StepLoad
+from stepwire.simulation.shapes import shape_of_checkpoint
+from worker_service.models.parallel import ParallelConfig
+from worker_service.runtime.checks import CheckedStep, check_step
+from worker_service.runtime.errors import RuntimeFailure
+from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.rng import uniforms
+from worker_service.runtime.sequences import SequenceTable
+from worker_service.runtime.step import Logprobs, StepInput, StepOutput
+
+T = TypeVar("T")
+IntArray = NDArray[np.int64]
+
+_LOWER_KV = "raise sim_memory_bytes or memory_fraction, or use a smaller model"
+
+
+class SimSettings(Protocol):
+    """What this runtime needs of the worker's settings. A rate of 0 is without limit."""
+
+    @property
+    def memory_fraction(self) -> float: ...
+    @property
+    def kv_cache_bytes(self) -> int | None: ...
+    @property
+    def sim_compute_flops(self) -> float: ...
+    @property
+    def sim_bandwidth_bytes(self) -> float: ...
+    @property
+    def sim_latency_s(self) -> float: ...
+    @property
+    def sim_memory_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model as far as it is simulated. `choices` [n] are the token ids that may be sampled."""
+
+    checkpoint: Checkpoint
+    dtype: str
+    shape: ModelShape
+    choices: IntArray
+
+
+class SimRuntime:
+    """Implements worker_service.rpc.ports.Runtime. All calls block and belong on one thread.
+
+    `sleep(seconds)` spends the time of a step; tests give their own.
+    """
+
+    def __init__(self, settings: SimSettings, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._settings = settings
+        self._sleep = sleep
+        self._hardware = Hardware(
+            "sim",
+            settings.sim_compute_flops,
+            settings.sim_bandwidth_bytes,
+            settings.sim_latency_s,
+            settings.sim_memory_bytes,
+        )
+        self._loaded: _Loaded | None = None
+        self._runner: SimRunner | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences it knows. May be read from any thread."""
+        runner = self._runner
+        return 0 if runner is None else runner.num_sequences
+
+    def init_device(self, parallel: ParallelConfig) -> DeviceInfo:
+        """Takes a place. Raises RuntimeFailure "unsupported" for more than one rank."""
+        if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+            raise RuntimeFailure("unsupported", "this version simulates a model on one worker; set both sizes to 1")
+        memory = self._hardware.memory_bytes
+        return DeviceInfo("sim", "simulated device", memory, memory)
+
+    def load_model(
+        self, path: Path, dtype: str, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
+    ) -> LoadSummary:
+        """Reads headers and tokenizer. Raises CheckpointError, LoadCancelled, and RuntimeFailure "out_of_memory"."""
+        begin = time.perf_counter_ns()
+        progress("inspect", 0, 0)
+        checkpoint = open_checkpoint(path)
+        chosen = checkpoint.config.dtype if dtype == "auto" else dtype
+        held = self._loaded
+        if held is not None and held.checkpoint.fingerprint == checkpoint.fingerprint and held.dtype == chosen:
+            return self._summary(held, already_loaded=True, begin=begin)
+        self.reset(Phase.INITIALISED)
+        shape = shape_of_checkpoint(checkpoint, chosen)
+        self._check_fits(shape.weight_bytes, f"the weights of {path}")
+        choices = _visible_token_ids(checkpoint)
+        if cancelled():
+            raise LoadCancelled
+        progress("finalise", shape.weight_bytes, shape.weight_bytes)
+        self._loaded = loaded = _Loaded(checkpoint, chosen, shape, choices)
+        return self._summary(loaded, already_loaded=False, begin=begin)
+
+    def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
+        """What is left of sim_memory_bytes, or kv_cache_bytes if set. Raises RuntimeFailure "out_of_memory"."""
+        shape = self._need_model().shape
+        self.reset(Phase.LOADED)
+        # Hidden states and the MLP's, four bytes each, of all tokens, and logits of all sequences.
+        activation = 4 * (6 * max_step_tokens * shape.hidden_size + max_sequences * shape.vocab_size)
+        limit = int(self._hardware.memory_bytes * self._settings.memory_fraction)
+        room = limit - shape.weight_bytes - activation
+        wanted = self._settings.kv_cache_bytes
+        if room < (wanted or 1):
+            raise RuntimeFailure(
+                "out_of_memory",
+                f"the simulated device may use {limit} bytes, of which weights take {shape.weight_bytes} and the "
+                f"largest step {activation}: too few are left for the KV cache; {_LOWER_KV}",
+                {"limit_bytes": str(limit), "weight_bytes": str(shape.weight_bytes), "needed_bytes": str(wanted or 1)},
+            )
+        return MemoryReport(room if wanted is None else wanted, shape.weight_bytes, activation, limit)
+
+    def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> int:
+        """Counts the KV tensors' bytes, and allocates nothing. Raises RuntimeFailure "out_of_memory"."""
+        loaded = self._need_model()
+        self.reset(Phase.LOADED)
+        num_bytes = num_blocks * block_size * loaded.shape.kv_bytes_per_token
+        self._check_fits(loaded.shape.weight_bytes + num_bytes, "weights and KV cache")
+        table = SequenceTable(
+            vocab_size=loaded.shape.vocab_size,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
+        self._runner = SimRunner(table, loaded.choices, CostModel(loaded.shape, self._hardware), self._sleep)
+        return num_bytes
+
+    def warm_up(self, max_step_tokens: int, max_sequences: int, progress: Callable[[int, int], None]) -> None:
+        """Nothing is cold. Drops all sequences."""
+        del max_step_tokens, max_sequences
+        self._need_runner().drop_sequences()
+        progress(1, 1)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Executes a step. Raises StateMismatch, with nothing changed, when it disagrees with what is held."""
+        return self._need_runner().execute(step)
+
+    def reset(self, phase: Phase) -> None:
+        """Goes back to an earlier phase, and drops what later ones took."""
+        if phase <= Phase.CACHED and self._runner is not None:
+            self._runner.drop_sequences()
+        if phase <= Phase.LOADED:
+            self._runner = None
+        if phase <= Phase.INITIALISED:
+            self._loaded = None
+
+    def _summary(self, loaded: _Loaded, *, already_loaded: bool, begin: int) -> LoadSummary:
+        config = loaded.checkpoint.config
+        return LoadSummary(
+            fingerprint=loaded.checkpoint.fingerprint,
+            architecture=config.architecture,
+            weight_bytes=loaded.shape.weight_bytes,
+            dtype=loaded.dtype,
+            kv_bytes_per_token=loaded.shape.kv_bytes_per_token,
+            vocab_size=config.vocab_size,
+            max_position_count=config.max_position_count,
+            already_loaded=already_loaded,
+            duration_ns=time.perf_counter_ns() - begin,
+        )
+
+    def _check_fits(self, needed: int, what: str) -> None:
+        there = self._hardware.memory_bytes
+        if needed > there:
+            raise RuntimeFailure(
+                "out_of_memory",
+                f"{what} need {needed} bytes and the simulated device has {there}; {_LOWER_KV}",
+                {"needed_bytes": str(needed), "free_bytes": str(there)},
+            )
+
+    def _need_model(self) -> _Loaded:
+        return _present(self._loaded, "a model", "LoadModel")
+
+    def _need_runner(self) -> "SimRunner":
+        return _present(self._runner, "a KV cache", "InitializeCache")
+
+
+class SimRunner:
+    """The sequences of a simulated rank, and steps on them. Keeps `table`'s limits when its sequences are dropped."""
+
+    def __init__(
+        self, table: SequenceTable, choices: IntArray, cost: CostModel, sleep: Callable[[float], None]
+    ) -> None:
+        self._table = table
+        self._choices = choices
+        self._cost = cost
+        self._sleep = sleep
+        self._is_timed = cost.hardware != replace(
+            cost.hardware, compute_flops=0.0, bandwidth_bytes=0.0, latency_s=0.0, sequence_latency_s=0.0
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences it knows."""
+        return len(self._table)
+
+    def drop_sequences(self) -> None:
+        """Forgets all sequences."""
+        table = self._table
+        self._table = SequenceTable(
+            vocab_size=table.vocab_size,
+            max_model_len=table.max_model_len,
+            num_blocks=table.num_blocks,
+            block_size=table.block_size,
+        )
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Runs a step. Raises StateMismatch, having changed nothing, when it disagrees with what is held."""
+        output = StepOutput(step.step_id, start_unix_ns=time.time_ns())
+        begin = time.perf_counter_ns()
+        checked = check_step(step, self._table)
+        self._apply(step, checked)
+        output.errors.update(checked.sequence_errors)
+        table = self._table
+        rows = np.fromiter((table.row_of[i] for i in step.sequence_ids), np.int64, len(step.sequence_ids))
+        table.num_computed[rows] += checked.scheduled
+        live = ~table.skipped[rows]
+        sampled = live & (table.num_computed[rows] == table.num_tokens[rows])
+        prepared = time.perf_counter_ns()
+        if self._is_timed:
+            load = StepLoad.of(checked.scheduled[live].tolist(), checked.computed[live].tolist(), int(sampled.sum()))
+            self._spend(self._cost.step_seconds(load), begin)
+        forwarded = time.perf_counter_ns()
+        ids = np.asarray(step.sequence_ids, np.int64).reshape(-1)
+        self._sample(ids[sampled], rows[sampled], output)
+        output.prepare_ns = prepared - begin
+        output.forward_ns = forwarded - prepared
+        output.sample_ns = time.perf_counter_ns() - forwarded
+        return output
+
+    def _spend(self, seconds: float, begin_ns: int) -> None:
+        """Waits until the step has taken `seconds`, what was spent on it so far included."""
+        left = seconds - (time.perf_counter_ns() - begin_ns) / 1e9
+        if left > 0:
+            self._sleep(left)
+
+    def _apply(self, step: StepInput, checked: CheckedStep) -> None:
+        table = self._table
+        for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+            table.remove(sequence_id)
+        if step.new_sequences:
+            computed = dict(zip(step.sequence_ids, checked.computed.tolist(), strict=True))
+            for new in step.new_sequences:
+                table.add(new, computed[new.sequence_id], failed=new.sequence_id in checked.sequence_errors)
+        for sequence_id, blocks in zip(step.sequence_ids, checked.new_blocks, strict=True):
+            if len(blocks):
+                table.append_blocks(table.row_of[sequence_id], blocks)
+
+    def _sample(self, ids: IntArray, rows: IntArray, output: StepOutput) -> None:
+        table, sampling = self._table, self._table.sampling
+        if not len(rows):
+            return
+        positions = table.num_tokens[rows] - table.prompt_token_count[rows]
+        draws = uniforms(sampling.seed[rows], sampling.sequence_index[rows], positions)
+        places = (draws * len(self._choices)).astype(np.int64)
+        # Before min_tokens nothing may stop a sequence: it takes the next id that does not.
+        may_not_stop = sampling.min_tokens[rows] > positions
+        for _ in range(int(sampling.num_stops[rows].max(initial=0))):
+            blocked = may_not_stop & sampling.is_stop(rows, self._choices[places])
+            if not blocked.any():
+                break
+            places[blocked] = (places[blocked] + 1) % len(self._choices)
+        token_ids = self._choices[places]
+        table.append_tokens(rows, token_ids)
+        stopped = sampling.is_stop(rows, token_ids)
+        table.skipped[rows[stopped]] = True
+        output.sequence_ids = ids.tolist()
+        output.token_ids = token_ids.tolist()
+        output.stopped_sequence_ids = ids[stopped].tolist()
+        for place in np.flatnonzero(sampling.num_logprobs[rows] >= 0).tolist():
+            count = int(sampling.num_logprobs[rows[place]])
+            output.logprobs[int(ids[place])] = self._logprobs(int(places[place]), count)
+
+    def _logprobs(self, place: int, count: int) -> Logprobs:
+        """Every token is as likely as any other, so the first of the most likely are taken from the sampled one on."""
+        num = len(self._choices)
+        value = -math.log(num)
+        top = [(int(self._choices[(place + i) % num]), value) for i in range(min(count, num))]
+        return Logprobs(int(self._choices[place]), value, top)
+
+
+def _visible_token_ids(checkpoint: Checkpoint) -> IntArray:
+    """The ids [n] that have text: those of the model that the tokenizer knows, without special ones and ends."""
+    tokenizer = load_tokenizer(checkpoint)
+    hidden = tokenizer.special_token_ids | set(checkpoint.config.eos_token_ids)
+    num = min(checkpoint.config.vocab_size, tokenizer.vocab_size)
+    choices = np.array([token_id for token_id in range(num) if token_id not in hidden], np.int64)
+    if not len(choices):
+        raise RuntimeFailure("unsupported", f"the tokenizer of {checkpoint.path} has special tokens only")
+    return choices
+
+
+def _present(value: T | None, what: str, call: str) -> T:
+    if value is None:
+        raise RuntimeFailure("invalid", f"the worker does not hold {what} yet; call {call} first")
+    return value
