@@ -13,6 +13,7 @@ from pathlib import Path
 from stepwire.cli.errors import CommandError
 from stepwire.cli.trace_page import fetch_trace
 from stepwire.supervisor.ports import free_port
+from stepwire.telemetry.names import SPAN_DECODE, SPAN_WORKER_DECODE
 from stepwire.traces import Trace
 
 # Whose spans the trace of a request holds.
@@ -129,14 +130,21 @@ def serving(model: Path, folder: Path, *flags: str) -> Iterator[ServeStack]:
 
 
 def wait_for_trace(page: int, request_id: str) -> Trace:
-    """The trace of a request once all services have sent their spans of it."""
+    """The trace of a request of two tokens or more, once all services have sent all spans of it."""
     deadline = time.monotonic() + 20
     while True:
         try:
             trace = fetch_trace(("127.0.0.1", page), request_id)
         except CommandError:
             trace = None
-        if trace is not None and set(trace.services) >= SERVICES:
+        if trace is not None and _is_whole(trace):
             return trace
-        assert time.monotonic() < deadline, f"no whole trace: {trace and trace.services}"
+        assert time.monotonic() < deadline, f"no whole trace: {trace and trace.tree}"
         time.sleep(_POLL_S)
+
+
+def _is_whole(trace: Trace) -> bool:
+    known = {span.span_id for span in trace.spans}
+    has_parents = all(span.parent_id in known for span in trace.spans if span.parent_id)
+    has_ends = {SPAN_DECODE, SPAN_WORKER_DECODE} <= {span.name for span in trace.spans}
+    return set(trace.services) >= SERVICES and has_parents and has_ends
