@@ -127,6 +127,11 @@ class _Renderer:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            if process.stdin is not None:
+                process.stdin.close()
+            if process.stdout is not None:
+                # asyncio sees the end of a process only when its pipes have been read to their ends.
+                await process.stdout.read()
             await process.wait()
 
 

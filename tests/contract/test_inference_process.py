@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -97,7 +98,13 @@ async def scheduler(model: Path | str, worker: str, **settings: Any) -> AsyncIte
     values = {"model": str(model), "workers": [worker], "port": 0, "log_format": "json", **settings}
     process = Process(
         await asyncio.create_subprocess_exec(
-            sys.executable, "-c", PROGRAM, json.dumps(values), stderr=asyncio.subprocess.PIPE
+            sys.executable,
+            "-c",
+            PROGRAM,
+            json.dumps(values),
+            stderr=asyncio.subprocess.PIPE,
+            # As the command sets it.
+            env={**os.environ, "GRPC_VERBOSITY": "ERROR", "GRPC_ENABLE_FORK_SUPPORT": "0"},
         )
     )
     try:

@@ -69,12 +69,15 @@ async def test_a_cancelled_render_leaves_a_clean_process() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {}, num_processes=1)
     try:
         await template.start()
-        for _ in range(5):
-            task = asyncio.create_task(template.render([ChatMessage("user", "x" * 200_000)]))
-            await asyncio.sleep(0.001)
+        for turns in range(0, 40, 3):
+            task = asyncio.create_task(template.render([ChatMessage("user", "x" * 400_000)]))
+            # However far it has come: starting, asking, or with half of the answer read.
+            for _ in range(turns):
+                await asyncio.sleep(0.0005)
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert await template.render(HI) == "hi"
+            async with asyncio.timeout(10):
+                await asyncio.gather(task, return_exceptions=True)
+                assert await template.render(HI) == "hi"
     finally:
         await template.close()
 
