@@ -6,6 +6,8 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# So that tests and scripts find stepwire and buf.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
 	--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options $(UPGRADE)
 # Arguments for pytest, such as TESTS="tests/unit/loader -x".
@@ -21,15 +23,15 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.locked: requirements/lock.txt $(VENV)/.python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/lock.txt
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --require-hashes -r requirements/lock.txt
 	@touch $@
 
 $(VENV)/.torch: requirements/torch.txt $(VENV)/.locked
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements/torch.txt
 	@touch $@
 
 $(VENV)/.project: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip check
 	@touch $@
 
@@ -76,7 +78,7 @@ peers: ## build the engines to compare with (heavy)
 
 .PHONY: lock
 lock: $(VENV)/.python ## write requirements/ anew; UPGRADE=--upgrade for the newest versions
-	@[[ -x $(BIN)/pip-compile ]] || $(BIN)/python -m pip install --quiet pip-tools
+	@[[ -x $(BIN)/pip-compile ]] || $(BIN)/python -m pip install -qq pip-tools
 	$(LOCK) --annotation-style=line --extra dev -o requirements/lock.txt pyproject.toml requirements/torch.in
 	$(LOCK) --no-annotate -c requirements/lock.txt -o requirements/runtime.txt pyproject.toml requirements/torch.in
 

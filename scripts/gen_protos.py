@@ -4,6 +4,7 @@ With --check, generates into a temporary folder and fails when the committed fil
 """
 
 import filecmp
+import os
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,8 @@ def generate(output: Path) -> None:
     protos = sorted(path.relative_to(ROOT / "protos") for path in (ROOT / "protos" / PACKAGE).glob("*.proto"))
     includes = [ROOT / "protos", Path(protoc.__file__).parent / "_proto"]
     services = [path for path in protos if "\nservice " in (ROOT / "protos" / path).read_text()]
+    # Where the plugins are, also when the environment is not activated.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     common = ["protoc", *(f"-I{path}" for path in includes)]
     runs = [
         [*common, f"--python_out={output}", f"--mypy_out=quiet:{output}", *map(str, protos)],
