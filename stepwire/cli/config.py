@@ -1,6 +1,7 @@
 """`stepwire config`."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import SettingsError
 from stepwire.cli.settings_groups import GROUPS, SettingsGroup
-from stepwire.cli.settings_options import Settings, settings_options, shown
+from stepwire.cli.settings_options import Settings, settings_options, shown, stray_variables
 from stepwire.supervisor.settings import SupervisorSettings
 from worker_service.settings import WorkerSettings
 
@@ -80,6 +81,9 @@ def _command(group: SettingsGroup) -> click.Command:
     @settings_options(group)
     def command(settings: Settings, **options: Any) -> None:
         _show(settings, **options)
+        for name, near in stray_variables(os.environ).items():
+            hint = f"; did you mean {near}?" if near else ""
+            click.echo(f"Warning: nothing reads the variable {name}{hint}", err=True)
         _check(settings)
 
     return command

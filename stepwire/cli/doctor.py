@@ -1,6 +1,7 @@
 """`stepwire doctor`."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -15,7 +16,7 @@ from stepwire.cli.checks.ports import check_port
 from stepwire.cli.checks.software import check_software, probe_torch
 from stepwire.cli.errors import EXIT_FAILURE
 from stepwire.cli.settings_groups import SERVE
-from stepwire.cli.settings_options import Settings, settings_options
+from stepwire.cli.settings_options import Settings, settings_options, stray_variables
 from stepwire.supervisor.settings import SupervisorSettings
 from worker_service.settings import WorkerSettings
 
@@ -47,11 +48,18 @@ def findings(settings: Settings) -> Iterator[Finding]:
     torch = probe_torch()
     memory = read_memory()
     yield from check_software(torch)
+    yield from _check_variables()
     yield from check_devices(torch, worker.device, worker.threads)
     yield from check_memory(memory)
     yield check_port(scheduler.host, scheduler.port)
     yield check_log_dir(supervisor.log_dir)
     yield check_checkpoint(scheduler.model if model else None, memory, on_cpu=worker.device == "cpu")
+
+
+def _check_variables() -> Iterator[Finding]:
+    for name, near in stray_variables(os.environ).items():
+        remedy = f"did you mean {near}?" if near else "`stepwire config serve` shows what is read"
+        yield Finding("warn", "environment", f"nothing reads the variable {name}", remedy)
 
 
 def _show(finding: Finding, *, as_json: bool) -> None:

@@ -37,7 +37,7 @@ def serve_here(settings: Settings) -> int:
     scheduler, worker, supervisor = plan(settings)
     check_free(scheduler.host, scheduler.port)
     open_checkpoint(Path(scheduler.model))
-    log_path = Path(supervisor.log_dir) / f"worker-0.{scheduler.port}.log"
+    log_path = Path(supervisor.log_dir).expanduser() / f"worker-0.{scheduler.port}.log"
     _say(f"worker 0 logs to {log_path}")
     return asyncio.run(
         Supervisor(

@@ -1,5 +1,6 @@
 """Settings from flag, `STEPWIRE_*` variable and file, in this order, and where each one came from."""
 
+import difflib
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -18,6 +19,13 @@ from stepwire.cli.settings_groups import GROUPS, SettingsGroup
 
 CONFIG_VARIABLE = "STEPWIRE_CONFIG"
 MASK = "********"
+# Those that are no settings of a service.
+_OTHER_VARIABLES = frozenset(
+    {
+        CONFIG_VARIABLE,
+        *(f"STEPWIRE_{name}" for name in ("CACHE", "MODEL_DIR", "PEERS", "TARGET", "TEST_FULL", "WORKER_MEMORY")),
+    }
+)
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -116,6 +124,13 @@ def gather(
             origin = Origin("file", in_file[name].where)
             given[name] = Setting(_convert(spec, in_file[name].value, origin), origin)
     return Settings(group, given)
+
+
+def stray_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """`STEPWIRE_*` variables that nothing reads, with the nearest one that something does, or ""."""
+    known = {spec.variable for group in GROUPS.values() for spec in group.specs.values()} | _OTHER_VARIABLES
+    stray = sorted(name for name in environ if name.startswith("STEPWIRE_") and name not in known)
+    return {name: next(iter(difflib.get_close_matches(name, known, n=1)), "") for name in stray}
 
 
 def shown(spec: FieldSpec, value: object) -> object:

@@ -61,3 +61,15 @@ def test_what_the_command_would_refuse_is_shown_and_refused(run_command: Callabl
     assert "model is not set" in done.stderr
     done = run_command("config", "serve", "--model", "m", "--threads", "0")
     assert (done.exit_code, "--threads" in done.stderr) == (2, True)
+
+
+def test_a_variable_that_nothing_reads_is_told(
+    run_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPWIRE_MAX_NUM_SEQ", "8")
+    monkeypatch.setenv("STEPWIRE_TARGET", "h:1")
+    done = run_command("config", "scheduler", "--model", "m")
+    assert done.exit_code == 0
+    assert (
+        done.stderr == "Warning: nothing reads the variable STEPWIRE_MAX_NUM_SEQ; did you mean STEPWIRE_MAX_NUM_SEQS?\n"
+    )

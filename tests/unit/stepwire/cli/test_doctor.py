@@ -46,3 +46,13 @@ def test_a_failure_has_a_remedy_and_is_the_exit_status(run_command: Callable[...
 def test_wrong_settings_are_refused_as_serve_does(run_command: Callable[..., Any]) -> None:
     done = run_command("doctor", "--port", "99999")
     assert (done.exit_code, "--port" in done.stderr) == (2, True)
+
+
+def test_a_variable_that_nothing_reads_is_a_warning(
+    run_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPWIRE_PROT", "1")
+    done = run_command("doctor", "--port", "0")
+    assert "STEPWIRE_PROT" in done.stdout
+    assert "did you mean STEPWIRE_PORT?" in done.stdout
+    assert done.exit_code == 0
