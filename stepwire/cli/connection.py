@@ -39,10 +39,15 @@ def connect(options: Mapping[str, Any]) -> Iterator[Client]:
         with Client(options["target"], tracer_provider=telemetry.tracer_provider) as client:
             yield client
     except StepwireError as error:
-        raise _friendly(error, options["target"]) from error
+        raise _friendly(error, options) from error
     finally:
         telemetry.shutdown()
 
 
-def _friendly(error: StepwireError, target: str) -> Exception:
-    return unreachable(target, error.message) if "target" in error.metadata else error
+def _friendly(error: StepwireError, options: Mapping[str, Any]) -> Exception:
+    if "target" in error.metadata:
+        return unreachable(options["target"], error.message)
+    # Told by this side's clock; a deadline that the service tells of has a text of its own.
+    if error.reason == "DEADLINE_EXCEEDED" and "grpc_code" in error.metadata:
+        return CommandError(f"{options['target']} had not answered when --timeout was over")
+    return error

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from loader.checkpoint import open_checkpoint
 from scheduler_service.settings import SchedulerSettings
+from stepwire.cli.errors import CommandError
 from stepwire.cli.field_specs import field_specs
 from stepwire.cli.health_check import wait_until_serving
 from stepwire.cli.settings_groups import GROUPS
@@ -37,7 +38,7 @@ def serve_here(settings: Settings) -> int:
     scheduler, worker, supervisor = plan(settings)
     check_free(scheduler.host, scheduler.port)
     open_checkpoint(Path(scheduler.model))
-    log_path = Path(supervisor.log_dir).expanduser() / f"worker-0.{scheduler.port}.log"
+    log_path = _log_dir(supervisor) / f"worker-0.{scheduler.port}.log"
     _say(f"worker 0 logs to {log_path}")
     return asyncio.run(
         Supervisor(
@@ -86,6 +87,16 @@ def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment less every variable that is a setting."""
     settings = {spec.variable for group in GROUPS.values() for spec in group.specs.values()} | {CONFIG_VARIABLE}
     return {name: value for name, value in environ.items() if name not in settings}
+
+
+def _log_dir(supervisor: SupervisorSettings) -> Path:
+    folder = Path(supervisor.log_dir).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"logs cannot be written to {folder} ({error.strerror or error}): choose another folder with --log-dir"
+        raise CommandError(text) from error
+    return folder
 
 
 async def _announce(scheduler: SchedulerSettings, started: float) -> None:

@@ -2,10 +2,16 @@
 
 import asyncio
 import signal
+from typing import TYPE_CHECKING
 
 import click
 
+from stepwire.cli.errors import CommandError
 from stepwire.cli.target import address
+
+if TYPE_CHECKING:
+    from stepwire.traces.page import Page
+    from stepwire.traces.store import TraceStore
 
 DEFAULT_LISTEN = "127.0.0.1:4317"
 DEFAULT_PAGE = "127.0.0.1:16686"
@@ -52,20 +58,25 @@ async def _receive(listen: tuple[str, int], page: tuple[str, int] | None) -> Non
     from rich.console import Console
 
     from stepwire.cli.trace_feed import finished_traces
-    from stepwire.traces.page import serve_page
+    from stepwire.rpc.server import AddressInUse
     from stepwire.traces.receiver import serve_receiver
     from stepwire.traces.store import TraceStore
     from stepwire.traces.waterfall import render_waterfall
 
     store, console = TraceStore(), Console()
-    receiver = await serve_receiver(store, *listen)
+    try:
+        receiver = await serve_receiver(store, *listen)
+    except AddressInUse as error:
+        host, port = listen
+        text = f"{host}:{port} is in use by another process: stop it, or choose another address with --listen"
+        raise CommandError(text) from error
     served = None
     try:
         click.echo(
             f"receiving traces on {receiver.endpoint}; give services --otlp-endpoint {receiver.endpoint}", err=True
         )
         if page is not None:
-            served = serve_page(store, *page)
+            served = _serve_page(store, *page)
             click.echo(f"showing them on {served.url}", err=True)
         stop = _stop_on_signal()
         async for trace in finished_traces(store, stop):
@@ -75,6 +86,17 @@ async def _receive(listen: tuple[str, int], page: tuple[str, int] | None) -> Non
         if served is not None:
             served.close()
         await receiver.stop()
+
+
+def _serve_page(store: "TraceStore", host: str, port: int) -> "Page":
+    from stepwire.rpc.server import AddressInUse
+    from stepwire.traces.page import serve_page
+
+    try:
+        return serve_page(store, host, port)
+    except AddressInUse as error:
+        text = f"{host}:{port} is in use by another process: stop it, or choose another address with --page, or none"
+        raise CommandError(text) from error
 
 
 def _stop_on_signal() -> asyncio.Event:

@@ -120,3 +120,10 @@ def test_ctrl_c_cancels_the_request(command: Any, chatty: list[str]) -> None:
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert command.service.cancelled.wait(10)
+
+
+def test_a_timeout_is_told_as_one(command: Any) -> None:
+    command.service.hang_after = 0
+    done = command("generate", "x", "--timeout", "0.2")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "had not answered when --timeout was over" in done.stderr

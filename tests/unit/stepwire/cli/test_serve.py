@@ -11,6 +11,7 @@ from stepwire.cli.errors import SettingsError
 from stepwire.cli.serve import child_spec, plan, without_settings
 from stepwire.cli.settings_groups import SCHEDULER, SERVE, WORKER, SettingsGroup
 from stepwire.cli.settings_options import Settings, gather
+from tests.support.tiny_checkpoint import make_tiny_llama
 from worker_service.settings import WorkerSettings
 
 
@@ -110,3 +111,11 @@ def test_a_port_in_use_is_told_before_anything_starts(run_command: Callable[...,
     assert done.exit_code == 1
     assert f"127.0.0.1:{port} is in use" in done.stderr
     assert os.listdir(tmp_path) == []
+
+
+def test_a_log_folder_that_cannot_be_is_told_before_anything_starts(
+    run_command: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = make_tiny_llama(tmp_path / "tiny")
+    done = run_command("serve", "--model", str(model), "--port", "0", "--log-dir", str(model / "config.json" / "logs"))
+    assert (done.exit_code, "--log-dir" in done.stderr) == (1, True)

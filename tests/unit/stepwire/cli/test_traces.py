@@ -1,4 +1,5 @@
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -109,3 +110,14 @@ def test_addresses(text: str, expected: tuple[str, int]) -> None:
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not host:port"):
         address(text, "--x")
+
+
+@pytest.mark.parametrize("option", ["--listen", "--page"])
+def test_an_address_in_use_names_its_option(run_command: Callable[..., Any], option: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        other = {"--listen": "--page", "--page": "--listen"}[option]
+        addresses = {option: f"127.0.0.1:{taken.getsockname()[1]}", other: "127.0.0.1:0"}
+        done = run_command("traces", *(part for pair in addresses.items() for part in pair))
+    assert done.exit_code == 1
+    assert f"{addresses[option]} is in use by another process" in done.stderr
+    assert f"with {option}" in done.stderr
