@@ -1,0 +1,28 @@
+"""How every benchmark ends: one line of JSON with its bars and figures."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A value that must be "at least" or "at most" a bound."""
+
+    value: float
+    bar: float
+    kind: Literal["at least", "at most"] = "at least"
+
+    @property
+    def ok(self) -> bool:
+        """Whether it holds; NaN never does."""
+        return self.value >= self.bar if self.kind == "at least" else self.value <= self.bar
+
+
+def report(bars: Mapping[str, Bar], figures: Mapping[str, object]) -> int:
+    """Prints the last line; answers the exit status, 0 when every bar holds."""
+    ok = all(bar.ok for bar in bars.values())
+    rows = {key: {"value": bar.value, "bar": bar.bar, "ok": bar.ok} for key, bar in bars.items()}
+    print(json.dumps({"ok": ok, "bars": rows, "figures": figures}), flush=True)
+    return 0 if ok else 1
