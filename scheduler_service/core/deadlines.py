@@ -1,4 +1,4 @@
-"""When requests expire."""
+"""When requests are to be looked at because of their deadlines."""
 
 import heapq
 from collections.abc import Callable, Iterator
@@ -7,25 +7,24 @@ from scheduler_service.core.request import Request
 
 
 class Deadlines:
-    """The deadlines of live requests, earliest first. Entries of ended requests are dropped as they come up."""
+    """Live requests by the time of their next check, earliest first. Ended requests are dropped as they come up."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
         self._num_added = 0
 
-    def add(self, request: Request) -> None:
-        """Notes a request that has a deadline."""
-        if request.deadline is not None:
-            self._num_added += 1
-            heapq.heappush(self._heap, (request.deadline, self._num_added, request))
+    def add(self, request: Request, check_at: float) -> None:
+        """Notes when to look at a request."""
+        self._num_added += 1
+        heapq.heappush(self._heap, (check_at, self._num_added, request))
 
     def next(self, is_live: Callable[[Request], bool]) -> float | None:
-        """The earliest deadline of a live request."""
+        """When the next live request is to be looked at."""
         while self._heap and not is_live(self._heap[0][2]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def due(self, now: float, is_live: Callable[[Request], bool]) -> Iterator[str]:
-        """Takes out the ids of live requests whose deadline is at or before `now`."""
-        while (deadline := self.next(is_live)) is not None and deadline <= now:
-            yield heapq.heappop(self._heap)[2].request_id
+    def due(self, now: float, is_live: Callable[[Request], bool]) -> Iterator[Request]:
+        """Takes out the live requests that are to be looked at by `now`."""
+        while (check_at := self.next(is_live)) is not None and check_at <= now:
+            yield heapq.heappop(self._heap)[2]

@@ -25,6 +25,7 @@ class StepPlan:
     """
 
     step_id: int
+    sent_at: float = 0.0
     new_sequences: list[NewSequence] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     sequence_ids: list[int] = field(default_factory=list)

@@ -58,7 +58,8 @@ class Sequence:
     applied, which the worker already has and this process has not. `kv_limit` counts the tokens
     whose KV is ever needed: all but the last one of output. `published` counts its blocks that
     were offered to the prefix cache, `target_blocks` those that its tokens at its start need.
-    `last_step` is the last step that it is part of.
+    `last_step` is the last step that it is part of, `level` its effective priority while it waits,
+    `ticket` its place in the queue.
     """
 
     sequence_id: int
@@ -77,6 +78,8 @@ class Sequence:
     last_step: int = 0
     cached: int = 0
     num_preemptions: int = 0
+    level: int = 0
+    ticket: int = 0
     protected_until: int = 0
     finish_reason: FinishReason | None = None
 

@@ -29,8 +29,12 @@ from scheduler_service.core.plan import EndEvent, NewSequence, StepPlan, StepRes
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.request import FinishReason, Request, Sequence, SequenceState
 from scheduler_service.core.stats import SchedulerStats
+from scheduler_service.core.tenants import TenantLedger
 
 Event = TokenEvent | EndEvent
+
+# An output token keeps the device about as busy as two prompt tokens: the weights of the virtual token counter.
+_OUTPUT_COST = 2
 
 
 def _running_order(sequence: Sequence) -> tuple[int, float, int]:
@@ -45,7 +49,8 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._clock = clock
         self._blocks = BlockManager(config)
-        self._waiting = WaitingQueue()
+        self._tenants = TenantLedger(config.tenant_weights)
+        self._waiting = WaitingQueue(self._tenants, config.ageing_s)
         self._running: list[Sequence] = []
         self._draining: list[Sequence] = []
         self._in_flight: deque[StepPlan] = deque()
@@ -58,6 +63,7 @@ class Scheduler:
         self._preempted_ids: list[int] = []
         self._next_step_id = 1
         self._next_sequence_id = 1
+        self._applied_at = clock()
 
     # What stands where.
 
@@ -122,14 +128,15 @@ class Scheduler:
         self._requests[request.request_id] = list(sequences)
         self._sequences.update((sequence.sequence_id, sequence) for sequence in sequences)
         self._queued_tokens += request.n * prompt_len
+        self._tenants.enter(request.tenant, request.n)
         leader, *siblings = sequences
-        self._waiting.push(leader)
+        self._waiting.push(leader, arrival)
         if siblings:
             self._siblings[leader.sequence_id] = siblings
             if self._blocks.num_shared_blocks(request) == 0:
                 self._release_siblings(leader)
         if request.deadline is not None:
-            self._deadlines.add(request)
+            self._deadlines.add(request, arrival)
         return sequences
 
     def end_request(self, request_id: str, reason: FinishReason) -> list[EndEvent]:
@@ -146,10 +153,15 @@ class Scheduler:
             self._finish(sequence, reason)
 
     def expire(self) -> list[EndEvent]:
-        """Ends the requests whose deadline has passed."""
+        """Ends the requests whose deadline has passed, and those that have not started and cannot meet it any more."""
         ended: list[EndEvent] = []
-        for request_id in self._deadlines.due(self._clock(), self._is_live):
-            ended += self.end_request(request_id, FinishReason.DEADLINE)
+        now = self._clock()
+        for request in list(self._deadlines.due(now, self._is_live)):
+            check_at = self._next_deadline_check(request)
+            if check_at > now:
+                self._deadlines.add(request, check_at)
+            else:
+                ended += self.end_request(request.request_id, FinishReason.DEADLINE)
         return ended
 
     def next_deadline(self) -> float | None:
@@ -162,7 +174,9 @@ class Scheduler:
         """Plans the next step, which counts as sent from now on; None when there is nothing to send."""
         if len(self._in_flight) >= self.config.max_in_flight:
             return None
-        plan = StepPlan(self._next_step_id)
+        now = self._clock()
+        plan = StepPlan(self._next_step_id, now)
+        self._waiting.age(now)
         self._preempt_for_priority()
         budget = self._schedule_running(plan)
         self._schedule_waiting(plan, budget)
@@ -192,7 +206,9 @@ class Scheduler:
         self._apply_tokens(result, events)
         self._in_flight.popleft()
         self._requeue_drained()
-        self.stats.count_step(plan.num_tokens, self._clock())
+        now = self._clock()
+        self.stats.count_step(plan.num_tokens, now - max(plan.sent_at, self._applied_at))
+        self._applied_at = now
         return events
 
     def end_epoch(self) -> None:
@@ -242,9 +258,26 @@ class Scheduler:
         sequences = self._requests.get(request.request_id)
         return sequences is not None and sequences[0].request is request
 
+    def _next_deadline_check(self, request: Request) -> float:
+        """When a request with a deadline is to be looked at next; a time that has passed means that it must end.
+
+        One that has not started is looked at when prefill at the best measured speed and one step
+        would just meet the deadline.
+        """
+        deadline = cast(float, request.deadline)
+        sequences = self._requests[request.request_id]
+        if any(s.state is not SequenceState.WAITING or s.last_step for s in sequences):
+            return deadline
+        num = sequences[0].prompt_token_count
+        latest = deadline - self.stats.least_seconds_to_first_token(num)
+        if latest > self._clock():
+            return latest
+        num -= len(self._blocks.find_prefix(sequences[0])) * self.config.block_size
+        return deadline - self.stats.least_seconds_to_first_token(num)
+
     def _enqueue(self, sequence: Sequence) -> None:
         """Lets a sequence wait again that has run before."""
-        self._waiting.push(sequence)
+        self._waiting.push(sequence, self._clock())
         self._queued_tokens += len(sequence.token_ids)
 
     # Planning.
@@ -340,6 +373,7 @@ class Scheduler:
         if sequence.num_preemptions == 0:
             sequence.cached = min(sequence.computed, sequence.prompt_token_count)
         self.stats.count_prefix(len(sequence.token_ids), sequence.computed)
+        self._tenants.charge(sequence.request.tenant, len(sequence.token_ids) - sequence.computed)
         insort(self._running, sequence, key=_running_order)
 
     # Preemption.
@@ -370,6 +404,8 @@ class Scheduler:
             victim = min(lower, key=self._preemption_cost)
             lower.remove(victim)
             self._preempt(victim)
+        # A victim that is older must not take the place back that it had to leave.
+        self._waiting.put_first(head)
 
     def _preemption_cost(self, sequence: Sequence) -> tuple[int, bool, float, float]:
         """Lowest base priority goes first; then one that has gained since its last preemption as much as
@@ -405,6 +441,8 @@ class Scheduler:
 
     def _apply_tokens(self, result: StepResult, events: list[Event]) -> None:
         live, stopped, logprobs = self._sequences, result.stopped_sequence_ids, result.logprobs
+        if self._tenants.is_contested:
+            self._charge_output(result.sequence_ids)
         for sequence_id, token_id in zip(result.sequence_ids, result.token_ids, strict=True):
             sequence = live.get(sequence_id)
             if sequence is None:
@@ -421,6 +459,11 @@ class Scheduler:
             events.append(TokenEvent(sequence, token_id, position, logprobs.get(sequence_id), reason))
             if reason is not None:
                 self._finish(sequence, reason)
+
+    def _charge_output(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            if (sequence := self._sequences.get(sequence_id)) is not None:
+                self._tenants.charge(sequence.request.tenant, _OUTPUT_COST)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Takes a live sequence out of wherever it stands; its blocks are free from now on."""
@@ -441,6 +484,7 @@ class Scheduler:
         del self._sequences[sequence.sequence_id]
         rest = self._requests[sequence.request.request_id]
         rest.remove(sequence)
+        self._tenants.leave(sequence.request.tenant)
         if not rest:
             del self._requests[sequence.request.request_id]
         if sequence.sequence_id in self._siblings:
@@ -449,7 +493,7 @@ class Scheduler:
     def _release_siblings(self, leader: Sequence) -> None:
         """Lets the siblings of a leader wait in the queue: what they share is computed, or never will be."""
         for sibling in self._siblings.pop(leader.sequence_id, ()):
-            self._waiting.push(sibling)
+            self._waiting.push(sibling, self._clock())
 
     def _drop_sibling(self, sequence: Sequence) -> bool:
         """Takes a held-back sequence away from its leader; False when it is not held back."""
