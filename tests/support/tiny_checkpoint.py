@@ -38,6 +38,7 @@ def make_tiny_llama(
     tie: bool = False,
     dtype: str = "float32",
     eos_token_ids: Sequence[int] = (EOS_TOKEN_ID,),
+    chat_template: str = CHAT_TEMPLATE,
     config_overrides: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a whole checkpoint into `folder` (made when missing) and returns `folder`.
@@ -77,7 +78,7 @@ def make_tiny_llama(
     _write_json(
         folder / "generation_config.json", {"bos_token_id": BOS_TOKEN_ID, "eos_token_id": list(eos_token_ids) or None}
     )
-    write_tiny_tokenizer(folder, vocab_size)
+    write_tiny_tokenizer(folder, vocab_size, chat_template)
     tensors = tiny_tensors(config, seed=seed, tie=tie)
     if sharded:
         _write_shards(folder, tensors, dtype)
@@ -134,7 +135,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], *,
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(data))
 
 
-def write_tiny_tokenizer(folder: Path, vocab_size: int = 320) -> None:
+def write_tiny_tokenizer(folder: Path, vocab_size: int = 320, chat_template: str = CHAT_TEMPLATE) -> None:
     """Writes tokenizer.json and tokenizer_config.json of a byte-level BPE with exactly `vocab_size` tokens."""
     tiny_tokenizer(vocab_size).save(str(folder / "tokenizer.json"))
     _write_json(
@@ -146,7 +147,7 @@ def write_tiny_tokenizer(folder: Path, vocab_size: int = 320) -> None:
             "unk_token": SPECIAL_TOKENS[0],
             "clean_up_tokenization_spaces": False,
             "model_max_length": 512,
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": chat_template,
         },
     )
 
