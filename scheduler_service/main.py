@@ -78,7 +78,7 @@ class _Service:
         self._settings = settings
         self._began = began
         self._tracer: Tracer = get_tracer(telemetry.tracer_provider)
-        self._engine = Engine(_served_name(settings), self._tracer)
+        self._engine = Engine(_served_name(settings), self._tracer, settings.tenant_rules)
         self._server = create_server(tracer_provider=telemetry.tracer_provider, max_message_bytes=MAX_MESSAGE_BYTES)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._engine), self._server)
         self._health = _Health(self._engine, add_standard_services(self._server, [SERVICE_NAME]))
@@ -146,6 +146,8 @@ class _Service:
                 prefix_caching=settings.prefix_caching,
                 max_queued_requests=settings.max_queued_requests,
                 max_queued_tokens=settings.max_queued_tokens,
+                ageing_s=settings.ageing_seconds,
+                tenant_weights=settings.tenant_rules.weights,
             )
             await self._engine.begin(model, started, config, step_timeout_s=settings.step_timeout)
         await self._health.update()

@@ -2,7 +2,15 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from scheduler_service.engine.tenants import (
+    HIGHEST_PRIORITY,
+    LOWEST_PRIORITY,
+    TenantRules,
+    parse_priorities,
+    parse_weights,
+)
 
 
 class SchedulerSettings(BaseModel):
@@ -47,6 +55,21 @@ class SchedulerSettings(BaseModel):
     max_queued_tokens: int = Field(
         default=1_000_000, ge=1, le=1_000_000_000, description="Most prompt tokens that wait; more are refused at once."
     )
+    ageing_seconds: float = Field(
+        default=30.0, gt=0, le=86_400, description="Seconds of waiting that lift a request by one priority."
+    )
+    max_priority: int = Field(
+        default=HIGHEST_PRIORITY,
+        ge=LOWEST_PRIORITY,
+        le=HIGHEST_PRIORITY,
+        description="Highest priority that a request may ask for.",
+    )
+    tenant_max_priorities: list[str] = Field(
+        default=[], description="Highest priority of single tenants instead, as NAME=PRIORITY."
+    )
+    tenant_weights: list[str] = Field(
+        default=[], description="Share of the device of single tenants, as NAME=WEIGHT; others have weight 1."
+    )
     shutdown_timeout: float = Field(
         default=30.0, ge=0, le=86_400, description="Seconds that running requests get to end after SIGTERM."
     )
@@ -72,6 +95,25 @@ class SchedulerSettings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severity that is logged."
     )
+
+    @property
+    def tenant_rules(self) -> TenantRules:
+        """What is configured of tenants."""
+        return TenantRules(
+            parse_weights(self.tenant_weights), parse_priorities(self.tenant_max_priorities), self.max_priority
+        )
+
+    @field_validator("tenant_weights")
+    @classmethod
+    def _check_weights(cls, entries: list[str]) -> list[str]:
+        parse_weights(entries)
+        return entries
+
+    @field_validator("tenant_max_priorities")
+    @classmethod
+    def _check_priorities(cls, entries: list[str]) -> list[str]:
+        parse_priorities(entries)
+        return entries
 
     @model_validator(mode="after")
     def _check_step_size(self) -> Self:

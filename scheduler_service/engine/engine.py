@@ -20,6 +20,7 @@ from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.loop import StepLoop
 from scheduler_service.engine.start import StartedGroup
 from scheduler_service.engine.template import ChatTemplate
+from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.tokens import Tokens
 from scheduler_service.engine.tracing import RequestTrace
 from scheduler_service.engine.validate import Checked, Validator
@@ -65,10 +66,11 @@ class ServedModel:
 class Engine:
     """Serves one model. Exists before its workers do: calls are then refused as not ready."""
 
-    def __init__(self, model_name: str, tracer: Tracer) -> None:
+    def __init__(self, model_name: str, tracer: Tracer, tenants: TenantRules) -> None:
         self.model_name = model_name
         self.failed: asyncio.Future[StepwireError] = asyncio.get_running_loop().create_future()
         self._tracer = tracer
+        self._tenants = tenants
         self._state = EngineState.STARTING
         self._failure: StepwireError | None = None
         self._model: ServedModel | None = None
@@ -98,7 +100,7 @@ class Engine:
         self._model, self._group, self._loop = model, group, loop
         await group.open()
         loop.start()
-        self._validator = Validator(model.vocab_size, model.max_model_len, model.eos_token_ids)
+        self._validator = Validator(model.vocab_size, model.max_model_len, model.eos_token_ids, self._tenants)
         self._info = ModelInfo(
             name=self.model_name,
             state=EngineState.READY.value,
@@ -245,6 +247,9 @@ class Engine:
             max_tokens=max_tokens,
             n=checked.n,
             priority=call.priority,
+            tenant=call.tenant,
+            # Whoever shares a prefix cache can time what others asked for.
+            cache_salt=call.tenant,
             deadline=None if call.deadline_s is None else arrival + call.deadline_s,
             sampling=checked.sampling,
             trace=trace.traceparent,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler_service.engine.stop import StopStrings
+from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.values import ChatPrompt, GenerateInput, Prompt, Sampling, SamplingInput, TextPrompt
 from stepwire.rpc.errors import StepwireError
 
@@ -40,7 +41,8 @@ class Checked:
 class Validator:
     """Checks requests against the API's bounds and one model's. Raises StepwireError; changes nothing."""
 
-    def __init__(self, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int], tenants: TenantRules) -> None:
+        self._tenants = tenants
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
@@ -49,7 +51,7 @@ class Validator:
     def check(self, call: GenerateInput) -> Checked:
         """Checks everything but the prompt's tokens. Cheap."""
         _check_request_id(call.request_id)
-        _check_range("priority", call.priority, -(2**31), 2**31 - 1)
+        self._tenants.check(call.tenant, call.priority)
         self.check_prompt(call.prompt)
         given = call.sampling
         max_tokens = None if given.max_tokens is None else _check_range("max_tokens", given.max_tokens, 1, 2**31 - 1)

@@ -67,6 +67,7 @@ class GenerateInput:
     sampling: SamplingInput = SamplingInput()
     model: str = ""
     request_id: str = ""
+    tenant: str = ""
     priority: int = 0
     deadline_s: float | None = None
 

@@ -44,13 +44,14 @@ _OPTIONAL_SAMPLING = (
 )
 
 
-def generate_input(request: pb.GenerateRequest, deadline_s: float | None) -> GenerateInput:
+def generate_input(request: pb.GenerateRequest, deadline_s: float | None, tenant: str) -> GenerateInput:
     """What a Generate call asks for, unchecked."""
     return GenerateInput(
         prompt=prompt_of(request),
         sampling=_sampling_input(request.sampling),
         model=request.model,
         request_id=request.request_id,
+        tenant=tenant,
         priority=request.priority,
         deadline_s=deadline_s,
     )

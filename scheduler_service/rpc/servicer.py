@@ -10,6 +10,7 @@ from scheduler_service.engine.engine import Engine
 from scheduler_service.rpc.convert import generate_input, generate_response, model_message, prompt_of
 from stepwire.v1 import inference_pb2, inference_pb2_grpc
 
+TENANT_KEY = "stepwire-tenant"
 SERVICE_NAME = "stepwire.v1.InferenceService"
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -25,7 +26,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See inference.proto. A call that ends early closes the generator, which frees the request."""
-        call = generate_input(request, context.time_remaining())
+        call = generate_input(request, context.time_remaining(), _tenant(context))
         async with aclosing(self._engine.generate(call)) as events:
             async for event in events:
                 yield generate_response(event)
@@ -56,3 +57,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetModelResponse:
         """See inference.proto."""
         return inference_pb2.GetModelResponse(model=model_message(self._engine.model_info(request.model)))
+
+
+def _tenant(context: _Context) -> str:
+    """Who calls, by the call's metadata; empty when it does not say."""
+    for key, value in context.invocation_metadata() or ():
+        if key == TENANT_KEY:
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return ""

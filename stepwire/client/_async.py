@@ -107,7 +107,7 @@ def _is_task_cancelled() -> bool:
 class AsyncClient:
     """Calls a Stepwire service. Belongs to the event loop of its first call, when it connects.
 
-    `target` is "host:port". `key` is sent with every call. Spans go to `tracer_provider`, or to
+    `target` is "host:port". `key` and `tenant` are sent with every call. Spans go to `tracer_provider`, or to
     OpenTelemetry's global one, which does nothing unless the application has set it. All methods
     raise StepwireError when a call fails, and take a `timeout` in seconds for the whole call.
     """
@@ -117,10 +117,11 @@ class AsyncClient:
         target: str = _calls.DEFAULT_TARGET,
         *,
         key: str | None = None,
+        tenant: str | None = None,
         tracer_provider: TracerProvider | None = None,
         max_message_bytes: int = _calls.DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
-        self._calls = CallFactory(target, key, tracer_provider)
+        self._calls = CallFactory(target, key, tenant, tracer_provider)
         self._max_message_bytes = max_message_bytes
         self._channel: grpc.aio.Channel | None = None
         self._is_closed = False

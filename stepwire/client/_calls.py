@@ -11,6 +11,7 @@ from stepwire.telemetry import names
 from stepwire.telemetry.trace import end_rpc_span, get_tracer, inject
 
 SERVICE = "stepwire.v1.InferenceService"
+TENANT_KEY = "stepwire-tenant"
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
@@ -20,9 +21,13 @@ POLL_INTERVAL_S = 0.1
 class CallFactory:
     """Begins calls to one service."""
 
-    def __init__(self, target: str, key: str | None, tracer_provider: TracerProvider | None) -> None:
+    def __init__(
+        self, target: str, key: str | None, tenant: str | None, tracer_provider: TracerProvider | None
+    ) -> None:
         self.target = target
-        self._key = key
+        self._metadata = [] if key is None else [key_metadata(key)]
+        if tenant is not None:
+            self._metadata.append((TENANT_KEY, tenant))
         self._tracer = get_tracer(tracer_provider)
         host, _, port = target.rpartition(":")
         self._attributes: dict[str, str | int] = {names.RPC_SYSTEM: "grpc", names.SERVER_ADDRESS: host or target}
@@ -31,7 +36,7 @@ class CallFactory:
 
     def begin(self, method: str, *, traced: bool = True) -> "ClientCall":
         """Starts the CLIENT span of a call; a poll is not traced."""
-        metadata: list[tuple[str, str]] = [] if self._key is None else [key_metadata(self._key)]
+        metadata = list(self._metadata)
         if not traced:
             return ClientCall(self.target, trace.INVALID_SPAN, metadata)
         name = f"{SERVICE}/{method}"

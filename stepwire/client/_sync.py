@@ -80,7 +80,7 @@ class GenerateStream(Iterator[Event]):
 class Client:
     """Calls a Stepwire service. Safe to share between threads; connects at the first call.
 
-    `target` is "host:port". `key` is sent with every call. Spans go to `tracer_provider`, or to
+    `target` is "host:port". `key` and `tenant` are sent with every call. Spans go to `tracer_provider`, or to
     OpenTelemetry's global one, which does nothing unless the application has set it. All methods
     raise StepwireError when a call fails, and take a `timeout` in seconds for the whole call.
     """
@@ -90,10 +90,11 @@ class Client:
         target: str = _calls.DEFAULT_TARGET,
         *,
         key: str | None = None,
+        tenant: str | None = None,
         tracer_provider: TracerProvider | None = None,
         max_message_bytes: int = _calls.DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
-        self._calls = CallFactory(target, key, tracer_provider)
+        self._calls = CallFactory(target, key, tenant, tracer_provider)
         self._channel = create_sync_channel(target, max_message_bytes=max_message_bytes)
         self._stub = InferenceServiceStub(self._channel)
         self._is_closed = False

@@ -97,7 +97,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """The client's own id, unique among live requests; generated when empty. At most 128 characters."""
     priority: _builtins.int
-    """Higher goes first; 0 when absent."""
+    """Higher goes first and may preempt lower; -100 to 100, and no more than what the tenant may ask for."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, taken as they stand."""

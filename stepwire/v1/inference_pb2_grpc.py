@@ -28,8 +28,10 @@ if _version_not_supported:
 class InferenceServiceStub:
     """What clients call: text or token ids in, text and token ids out.
 
-    Metadata understood on every call: `traceparent` (W3C). The deadline is gRPC's
-    own and is honoured while a request waits as well as while it runs.
+    Metadata understood on every call: `traceparent` (W3C), and `stepwire-tenant`, the
+    name by which the device is shared fairly and prefix caches are kept apart. The
+    deadline is gRPC's own: it is honoured while a request waits as well as while it
+    runs, and a request that cannot meet it any more is not started.
     Every failure is a gRPC status with one google.rpc.ErrorInfo; see ErrorReason.
     """
 
@@ -69,8 +71,10 @@ class InferenceServiceStub:
 class InferenceServiceServicer:
     """What clients call: text or token ids in, text and token ids out.
 
-    Metadata understood on every call: `traceparent` (W3C). The deadline is gRPC's
-    own and is honoured while a request waits as well as while it runs.
+    Metadata understood on every call: `traceparent` (W3C), and `stepwire-tenant`, the
+    name by which the device is shared fairly and prefix caches are kept apart. The
+    deadline is gRPC's own: it is honoured while a request waits as well as while it
+    runs, and a request that cannot meet it any more is not started.
     Every failure is a gRPC status with one google.rpc.ErrorInfo; see ErrorReason.
     """
 
@@ -151,8 +155,10 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 class InferenceService:
     """What clients call: text or token ids in, text and token ids out.
 
-    Metadata understood on every call: `traceparent` (W3C). The deadline is gRPC's
-    own and is honoured while a request waits as well as while it runs.
+    Metadata understood on every call: `traceparent` (W3C), and `stepwire-tenant`, the
+    name by which the device is shared fairly and prefix caches are kept apart. The
+    deadline is gRPC's own: it is honoured while a request waits as well as while it
+    runs, and a request that cannot meet it any more is not started.
     Every failure is a gRPC status with one google.rpc.ErrorInfo; see ErrorReason.
     """
 

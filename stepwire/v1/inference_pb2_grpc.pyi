@@ -29,8 +29,10 @@ GRPC_VERSION: str
 class InferenceServiceStub:
     """What clients call: text or token ids in, text and token ids out.
 
-    Metadata understood on every call: `traceparent` (W3C). The deadline is gRPC's
-    own and is honoured while a request waits as well as while it runs.
+    Metadata understood on every call: `traceparent` (W3C), and `stepwire-tenant`, the
+    name by which the device is shared fairly and prefix caches are kept apart. The
+    deadline is gRPC's own: it is honoured while a request waits as well as while it
+    runs, and a request that cannot meet it any more is not started.
     Every failure is a gRPC status with one google.rpc.ErrorInfo; see ErrorReason.
     """
 
@@ -57,8 +59,10 @@ class InferenceServiceStub:
 class InferenceServiceAsyncStub(InferenceServiceStub):
     """What clients call: text or token ids in, text and token ids out.
 
-    Metadata understood on every call: `traceparent` (W3C). The deadline is gRPC's
-    own and is honoured while a request waits as well as while it runs.
+    Metadata understood on every call: `traceparent` (W3C), and `stepwire-tenant`, the
+    name by which the device is shared fairly and prefix caches are kept apart. The
+    deadline is gRPC's own: it is honoured while a request waits as well as while it
+    runs, and a request that cannot meet it any more is not started.
     Every failure is a gRPC status with one google.rpc.ErrorInfo; see ErrorReason.
     """
 
@@ -81,8 +85,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """What clients call: text or token ids in, text and token ids out.
 
-    Metadata understood on every call: `traceparent` (W3C). The deadline is gRPC's
-    own and is honoured while a request waits as well as while it runs.
+    Metadata understood on every call: `traceparent` (W3C), and `stepwire-tenant`, the
+    name by which the device is shared fairly and prefix caches are kept apart. The
+    deadline is gRPC's own: it is honoured while a request waits as well as while it
+    runs, and a request that cannot meet it any more is not started.
     Every failure is a gRPC status with one google.rpc.ErrorInfo; see ErrorReason.
     """
 

@@ -14,6 +14,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.engine import Engine, ServedModel
 from scheduler_service.engine.start import GroupStarter, StartPlan
 from scheduler_service.engine.template import ChatTemplate
+from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.tokens import Tokens
 from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
 from scheduler_service.rpc.worker_client import WorkerClient
@@ -94,7 +95,7 @@ async def running_scheduler(
     worker_server = FakeWorkerServer(worker)
     await worker_server.start(tracer_provider)
     tracer = get_tracer(tracer_provider)
-    engine = Engine(MODEL, tracer)
+    engine = Engine(MODEL, tracer, TenantRules())
     server = create_server(tracer_provider=tracer_provider, max_message_bytes=64 << 20)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine), server)
     add_standard_services(server, [SERVICE_NAME])

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.validate import Validator
 from scheduler_service.engine.values import ChatMessage, ChatPrompt, GenerateInput, SamplingInput, TextPrompt
 from stepwire.rpc.errors import StepwireError
 
-VALIDATOR = Validator(vocab_size=100, max_model_len=50, eos_token_ids=(2, 3))
+VALIDATOR = Validator(vocab_size=100, max_model_len=50, eos_token_ids=(2, 3), tenants=TenantRules())
 
 
 def check(**fields: object) -> object:

@@ -7,7 +7,7 @@ from stepwire.v1 import inference_pb2 as pb
 
 
 def test_what_the_client_left_out_stays_unsaid() -> None:
-    call = generate_input(pb.GenerateRequest(text="x"), None)
+    call = generate_input(pb.GenerateRequest(text="x"), None, "")
     assert call.sampling == SamplingInput()
     assert (call.prompt, call.deadline_s) == (TextPrompt("x"), None)
 
@@ -15,7 +15,7 @@ def test_what_the_client_left_out_stays_unsaid() -> None:
 def test_zeros_that_the_client_said_are_kept() -> None:
     names = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence]
     sampling = pb.SamplingParams(**dict.fromkeys(names, 0))  # type: ignore[arg-type]
-    given = generate_input(pb.GenerateRequest(text="x", sampling=sampling), 2.5).sampling
+    given = generate_input(pb.GenerateRequest(text="x", sampling=sampling), 2.5, "").sampling
     assert {name: getattr(given, name) for name in names} == dict.fromkeys(names, 0)
     assert len(names) == 12
 
