@@ -91,6 +91,10 @@ def _llama3(shape: RopeShape) -> tuple[torch.Tensor, float]:
     frequencies, _ = _default(shape)
     parameters, factor = shape.rope.parameters, _factor(shape)
     low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
+    if not 0 < low < high:
+        raise CheckpointError(
+            "invalid", f"high_freq_factor {high} is not above low_freq_factor {low} > 0", "correct config.json"
+        )
     original = _number(parameters, "original_max_position_embeddings", shape.trained_length)
     wavelengths = 2 * math.pi / frequencies
     blend = (original / wavelengths - low) / (high - low)
@@ -102,7 +106,7 @@ def _llama3(shape: RopeShape) -> tuple[torch.Tensor, float]:
 def _yarn(shape: RopeShape) -> tuple[torch.Tensor, float]:
     parameters, dim, theta = shape.rope.parameters, shape.head_dim, shape.rope.theta
     original = _number(parameters, "original_max_position_embeddings", shape.trained_length)
-    factor = _number(parameters, "factor", shape.trained_length / original)
+    factor = _factor(shape, shape.trained_length / original)
     fast = _number(parameters, "beta_fast", 32.0) or 32.0
     slow = _number(parameters, "beta_slow", 1.0) or 1.0
 
@@ -137,8 +141,8 @@ _KINDS: Mapping[str, Callable[[RopeShape], tuple[torch.Tensor, float]]] = {
 }
 
 
-def _factor(shape: RopeShape) -> float:
-    factor = _number(shape.rope.parameters, "factor")
+def _factor(shape: RopeShape, default: float | None = None) -> float:
+    factor = _number(shape.rope.parameters, "factor", default)
     if factor < 1.0:
         raise CheckpointError("invalid", f"rope scaling factor {factor} is below 1", "correct config.json")
     return factor

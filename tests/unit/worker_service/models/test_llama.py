@@ -1,0 +1,249 @@
+"""The decoder against transformers: whole, split over ranks, and with every option of its config."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from loader.checkpoint import open_checkpoint
+from loader.config import ModelConfig
+from loader.errors import CheckpointError
+from loader.weights import load_weights
+from tests.support.tiny_checkpoint import make_tiny_llama, tiny_tensors, write_safetensors
+from worker_service.models.llama import LlamaModel
+from worker_service.models.parallel import Collectives, NoCollectives, ParallelConfig
+from worker_service.models.registry import build_model
+from worker_service.runtime.attention import AttentionPlanner, PagedAttention
+from worker_service.runtime.kv_cache import CacheShape, KvCache
+
+CPU = torch.device("cpu")
+TOKENS = torch.tensor([5, 300, 17, 17, 0, 319, 250, 3, 44])
+
+
+class ThreadGroup:
+    """A tensor-parallel group whose ranks are threads."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._tensors: list[torch.Tensor] = [torch.empty(0)] * size
+
+    def rank(self, rank: int) -> Collectives:
+        group = self
+
+        class Rank:
+            def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+                return torch.stack(group._exchange(rank, tensor)).sum(0)
+
+            def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+                return torch.cat(group._exchange(rank, tensor), -1)
+
+        return Rank()
+
+    def _exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._tensors[rank] = tensor
+        self._barrier.wait()
+        tensors = list(self._tensors)
+        self._barrier.wait()
+        return tensors
+
+
+def load_rank(path: Path, parallel: ParallelConfig, group: Collectives) -> LlamaModel:
+    checkpoint = open_checkpoint(path)
+    model = build_model(checkpoint.config, parallel, group)
+    wanted = model.weight_slices()
+    tensors = load_weights(checkpoint, wanted, dtype=torch.float32, progress=lambda _: None, cancelled=lambda: False)
+    model.place_weights(tensors)
+    assert not tensors
+    model.prepare(64, dtype=torch.float32, device=CPU)
+    return model
+
+
+def forward(model: LlamaModel, x: torch.Tensor) -> torch.Tensor:
+    """Hidden states of a stage for one sequence of TOKENS."""
+    cache = KvCache(CacheShape(len(model.layers), model.num_kv_heads, model.config.head_dim, torch.float32), 8, 4, CPU)
+    count, table = len(TOKENS), np.array([[6, 1, 4]])
+    positions = np.arange(count)
+    slots = table[0][positions // 4] * 4 + positions % 4
+    planner = AttentionPlanner(cache, CPU)
+    plan = planner.plan(slots, np.array([count]), np.array([0]), table)
+    return model.forward(x, torch.from_numpy(positions), PagedAttention(cache, planner, plan))
+
+
+def expected_logits(path: Path) -> torch.Tensor:
+    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits: torch.Tensor = model(TOKENS[None]).logits[0]
+    return logits
+
+
+def run_ranks(size: int, work: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        try:
+            with torch.inference_mode():
+                results[rank] = work(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [results[rank] for rank in range(size)]
+
+
+def add_biases(path: Path, config: dict[str, Any]) -> None:
+    tensors = tiny_tensors(config, seed=1, tie=False)
+    rng = np.random.default_rng(2)
+    for name in list(tensors):
+        if "_proj" in name:
+            bias = rng.standard_normal(tensors[name].shape[0]).astype(np.float32)
+            tensors[name.replace("weight", "bias")] = bias
+    write_safetensors(path / "model.safetensors", tensors)
+
+
+@pytest.fixture(scope="module", params=["plain", "tied", "biased", "llama3"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    overrides: dict[str, Any] = {}
+    if request.param == "llama3":
+        overrides["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    if request.param == "biased":
+        overrides = {"attention_bias": True, "mlp_bias": True}
+    make_tiny_llama(folder, num_layers=3, tie=request.param == "tied", config_overrides=overrides)
+    if request.param == "biased":
+        shape = {
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        }
+        add_biases(folder, shape)
+    return folder
+
+
+def test_logits_equal_transformers(path: Path) -> None:
+    model = load_rank(path, ParallelConfig(), NoCollectives())
+    with torch.inference_mode():
+        logits = model.logits(forward(model, TOKENS))
+    torch.testing.assert_close(logits, expected_logits(path), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensor_parallel_ranks_give_the_same_logits(path: Path, size: int) -> None:
+    """With 4 ranks and 2 key-value heads, each head is held by two ranks."""
+    group = ThreadGroup(size)
+
+    models = [
+        load_rank(path, ParallelConfig(tensor_rank=rank, tensor_parallel_size=size), group.rank(rank))
+        for rank in range(size)
+    ]
+
+    def work(rank: int) -> torch.Tensor:
+        return models[rank].logits(forward(models[rank], TOKENS))
+
+    expected = expected_logits(path)
+    for logits in run_ranks(size, work):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path, vocab_size=321, heads=6, kv_heads=6, hidden_size=96, intermediate_size=126)
+    group = ThreadGroup(2)
+
+    models = [
+        load_rank(tmp_path, ParallelConfig(tensor_rank=rank, tensor_parallel_size=2), group.rank(rank))
+        for rank in range(2)
+    ]
+
+    def work(rank: int) -> torch.Tensor:
+        return models[rank].logits(forward(models[rank], TOKENS))
+
+    expected = expected_logits(tmp_path)
+    for logits in run_ranks(2, work):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_pipeline_stages_give_the_same_logits(path: Path) -> None:
+    stages = [
+        load_rank(path, ParallelConfig(pipeline_rank=rank, pipeline_parallel_size=2), NoCollectives())
+        for rank in range(2)
+    ]
+    assert [len(stage.layers) for stage in stages] == [2, 1]
+    with torch.inference_mode():
+        hidden = TOKENS
+        for stage in stages:
+            hidden = forward(stage, hidden)
+        logits = stages[-1].logits(hidden)
+    torch.testing.assert_close(logits, expected_logits(path), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return open_checkpoint(make_tiny_llama(tmp_path_factory.mktemp("config"))).config
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"num_kv_heads": 3}, "evenly"),
+        ({"family": "mamba", "architecture": "MambaForCausalLM"}, "MambaForCausalLM"),
+    ],
+)
+def test_what_is_not_computed_is_refused(config: ModelConfig, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        build_model(replace(config, **changes), ParallelConfig(), NoCollectives())
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "text"),
+    [
+        (3, {}, r"number of heads \(4\)"),
+        (8, {"num_heads": 8, "intermediate_size": 100}, r"intermediate_size \(100\)"),
+        (4, {"num_heads": 12, "num_kv_heads": 3}, "3"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(
+    config: ModelConfig, size: int, changes: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        build_model(replace(config, **changes), ParallelConfig(0, size), NoCollectives())
+
+
+@pytest.mark.parametrize("place", [(2, 2, 0, 1), (-1, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 1)])
+def test_a_rank_outside_its_group_is_refused(place: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="does not lie in a group"):
+        ParallelConfig(*place)
+
+
+def test_layers_are_shared_out_without_gaps() -> None:
+    for stages in range(1, 8):
+        ranges = [ParallelConfig(0, 1, rank, stages).layer_range(7) for rank in range(stages)]
+        assert [layer for part in ranges for layer in part] == list(range(7))
+
+
+def test_calls_out_of_order_are_refused(config: ModelConfig) -> None:
+    model = build_model(config, ParallelConfig(), NoCollectives())
+    with pytest.raises(RuntimeError, match="prepare"):
+        forward(model, TOKENS)
