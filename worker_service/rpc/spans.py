@@ -27,6 +27,13 @@ class _Track:
     num_steps: int = 0
 
 
+def request_ids(new: NewSequence) -> dict[str, str]:
+    """What a log record about a sequence carries: the ids of its request and of its trace, when it has one."""
+    context = get_current_span(context_from_traceparent(new.traceparent)).get_span_context()
+    traced = {"trace_id": f"{context.trace_id:032x}"} if context.is_valid else {}
+    return {"request_id": new.request_id, **traced}
+
+
 class SequenceSpans:
     """Follows sequences from step to step and records what their requests' traces show of this worker.
 

@@ -15,7 +15,7 @@ from worker_service.rpc.failures import step_failure
 from worker_service.rpc.guard import StepGuard, Verdict
 from worker_service.rpc.limits import StepLimits, check_step, sequence_problem, without_sequences
 from worker_service.rpc.ports import Runtime
-from worker_service.rpc.spans import SequenceSpans
+from worker_service.rpc.spans import SequenceSpans, request_ids
 from worker_service.runtime.step import StateMismatch, StepInput, StepOutput
 
 # Of one stream: read, and not yet answered. Two keep the device busy; more serve deeper pipelines. A peer
@@ -95,7 +95,9 @@ class StepSession:
             problem = sequence_problem(new, self.limits)
             if problem is not None:
                 errors[new.sequence_id] = problem
-                _log.error("sequence_refused", request_id=new.request_id, problem=problem, step_id=step.step_id)
+                _log.error("sequence_refused", problem=problem, step_id=step.step_id, **request_ids(new))
+            else:
+                _log.debug("sequence_started", step_id=step.step_id, tokens=len(new.token_ids), **request_ids(new))
         self._refused.update(errors)
         return (without_sequences(step, self._refused) if self._refused else step), errors
 
