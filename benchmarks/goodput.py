@@ -27,7 +27,7 @@ MODEL, DEVICE = "llama-3.1-8b", "h100"
 LOAD = 1.2
 PATIENCE = 5.0
 HIGH_SHARE = 0.2
-BLOCK_SIZE, MAX_RUNNING, MAX_STEP_TOKENS = 16, 256, 2048
+BLOCK_SIZE, MAX_RUNNING, MAX_STEP_TOKENS = 16, 256, 512
 # What clients ask for when they do not know how long the answer gets.
 MAX_TOKENS = 2048
 MIN_GOODPUT_RATIO, MAX_WAIT_RATIO = 1.3, 1.5
