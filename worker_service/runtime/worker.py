@@ -105,7 +105,7 @@ class WorkerRuntime:
         """Loads this rank's shard in `dtype`, "auto" for what suits the device.
 
         `progress(stage, loaded_bytes, total_bytes)` is called often. Raises CheckpointError, LoadCancelled and
-        RuntimeFailure "out_of_memory"; then no model is held.
+        RuntimeFailure "out_of_memory"; a model held before is kept only when the new one cannot even be opened.
         """
         begin, device = time.perf_counter_ns(), self._need_device()
         progress("inspect", 0, 0)
