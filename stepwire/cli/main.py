@@ -21,6 +21,8 @@ _COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "health": ("health", "health", "Ask a server whether it serves."),
     "config": ("config", "config", "Show the settings in force and where each one came from."),
     "doctor": ("doctor", "doctor", "Check this machine, in the order people debug one."),
+    "simulate": ("simulate", "simulate", "Run the scheduler in virtual time: this model, hardware and traffic."),
+    "bench": ("bench", "bench", "Load a running server and report throughput and times."),
     "traces": ("traces", "traces", "Receive traces and show them."),
 }
 _EPILOG = "Exit status: 0 done; 1 failed; 2 wrong usage or settings; 130 interrupted."
