@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
@@ -42,15 +43,16 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class ExitCode(IntEnum):
-    """With what a worker process exits. A second signal exits with 128 + its number, a defect of the service with 1.
+    """With what a worker process exits. A second signal exits with 128 + its number.
 
-    STOPPED: told to, and the device let go. CANNOT_LISTEN: the address is in use or not this
-    machine's. DEVICE_FAILED: the device, or what drives it, cannot be made, broke, or hangs.
+    STOPPED: told to, and the device let go. CANNOT_START: for a reason that it has said in one line,
+    such as an address that is in use; also a defect of the service. DEVICE_FAILED: the device, or
+    what drives it, cannot be made, broke, or hangs.
     NO_SCHEDULER: none came within `scheduler_timeout`.
     """
 
     STOPPED = 0
-    CANNOT_LISTEN = 2
+    CANNOT_START = 1
     DEVICE_FAILED = 3
     NO_SCHEDULER = 4
 
@@ -63,9 +65,12 @@ async def serve(settings: WorkerSettings, *, make_runtime: MakeRuntime | None = 
     `make_runtime` runs on the device thread, where it may import what it needs.
     """
     configure_logging(format=settings.log_format, level=settings.log_level, service=names.SERVICE_WORKER)
-    telemetry = Telemetry.start(
-        names.SERVICE_WORKER, otlp_endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio
-    )
+    try:
+        telemetry = Telemetry.start(
+            names.SERVICE_WORKER, otlp_endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio
+        )
+    except ValueError as error:
+        return _cannot_start(str(error))
     worker = Worker(settings, telemetry.tracer_provider, make_runtime or _make_runtime)
     try:
         _watch_signals(worker)
@@ -73,8 +78,7 @@ async def serve(settings: WorkerSettings, *, make_runtime: MakeRuntime | None = 
         code = await worker.wait()
         worker_ended = await worker.shut_down(code)
     except BindError as error:
-        _log.error("cannot_listen", error=str(error))
-        return ExitCode.CANNOT_LISTEN
+        return _cannot_start(error.strerror or str(error))
     finally:
         await asyncio.to_thread(telemetry.shutdown)
     if not worker_ended and code is ExitCode.STOPPED:
@@ -84,6 +88,13 @@ async def serve(settings: WorkerSettings, *, make_runtime: MakeRuntime | None = 
         # The interpreter would wait for, or crash on, a device call that does not return.
         os._exit(code)
     return code
+
+
+def _cannot_start(text: str) -> ExitCode:
+    # Also when the log goes elsewhere or says less.
+    sys.stderr.write(f"stepwire worker: {text}\n")
+    sys.stderr.flush()
+    return ExitCode.CANNOT_START
 
 
 class Worker:

@@ -146,6 +146,6 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with process(port=port) as worker:
-            assert worker.wait(20) == ExitCode.CANNOT_LISTEN
+            assert worker.wait(20) == ExitCode.CANNOT_START
             assert worker.stderr is not None
             assert f"127.0.0.1:{port} is in use" in worker.stderr.read()
