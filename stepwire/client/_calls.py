@@ -6,7 +6,7 @@ from opentelemetry.trace import Span, SpanKind, TracerProvider
 
 from stepwire.client.types import Model, ModelState
 from stepwire.rpc.channel import key_metadata
-from stepwire.rpc.errors import StepwireError, from_rpc_error
+from stepwire.rpc.errors import StepwireError, from_rpc_error, status_error
 from stepwire.telemetry import names
 from stepwire.telemetry.trace import end_rpc_span, get_tracer, inject
 
@@ -70,7 +70,7 @@ class ClientCall:
         """The call ended with a status other than OK; returns what to raise."""
         result = from_rpc_error(error)
         code: grpc.StatusCode = error.code()
-        if code is grpc.StatusCode.UNAVAILABLE and "grpc_code" in result.metadata:
+        if code is grpc.StatusCode.UNAVAILABLE and status_error(error) is None:
             text = f"cannot reach the service at {self._target}: {result.message}"
             result = StepwireError(result.reason, text, {**result.metadata, "target": self._target})
         self._end(code, result.message)

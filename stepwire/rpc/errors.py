@@ -107,15 +107,23 @@ def from_rpc_error(error: grpc.RpcError) -> StepwireError:
     A status without our ErrorInfo (the peer is gone, or is not Stepwire) becomes the reason
     nearest to its code, with gRPC's own text.
     """
+    own = status_error(error)
+    if own is not None:
+        return own
     code: grpc.StatusCode = error.code()
     text: str = error.details() or code.name
+    return StepwireError(_REASON_OF_CODE.get(code, "INTERNAL"), text, {"grpc_code": code.name})
+
+
+def status_error(error: grpc.RpcError) -> StepwireError | None:
+    """The error that a Stepwire service ended the call with; None for a status that is not of one."""
     for entry in error.trailing_metadata() or ():
         key, value = cast(tuple[str, bytes], entry)
         if key == STATUS_DETAILS_KEY:
             parsed = _from_details(value)
             if parsed is not None:
                 return parsed
-    return StepwireError(_REASON_OF_CODE.get(code, "INTERNAL"), text, {"grpc_code": code.name})
+    return None
 
 
 _REASON_OF_CODE: Mapping[grpc.StatusCode, str] = {

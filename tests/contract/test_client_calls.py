@@ -111,6 +111,15 @@ async def test_an_error_after_many_events_loses_none_of_them(rig: Rig) -> None:
     assert [event.position for event in events] == list(range(500))
 
 
+async def test_a_service_that_tells_of_an_unreachable_worker_was_reached_itself(rig: Rig) -> None:
+    told = StepwireError("WORKER_FAILED", "rank 0 is gone", {"rank": "0", "grpc_code": "UNAVAILABLE"}, 5.0)
+    rig.service.error = told
+    with pytest.raises(StepwireError) as caught:
+        await rig.events("hi")
+    assert (caught.value.message, caught.value.metadata) == (told.message, told.metadata)
+    assert caught.value.retry_after_s == 5.0
+
+
 async def test_an_error_of_a_unary_call(rig: Rig) -> None:
     rig.service.error = StepwireError("MODEL_NOT_FOUND", "no such model")
     with pytest.raises(StepwireError, match="no such model"):
