@@ -90,7 +90,8 @@ class BlockManager:
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """Counts tokens as computed by the step being planned."""
         sequence.computed += num_tokens
-        if min(sequence.computed, len(sequence.token_ids)) // self._block_size > sequence.published:
+        size, published = self._block_size, sequence.published
+        if sequence.computed // size > published and len(sequence.token_ids) // size > published:
             self._filled.append(sequence)
 
     def publish_filled(self) -> None:

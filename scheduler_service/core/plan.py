@@ -21,7 +21,8 @@ class NewSequence:
 class StepPlan:
     """What a step is to do. Entry i of each column belongs to `sequences[i]`.
 
-    `leaders` have had their last shared prompt block planned; it is not sent.
+    Of the workers' concern is neither `sent_at`, on the scheduler's clock, nor `leaders`, which
+    have had their last shared prompt block planned.
     """
 
     step_id: int

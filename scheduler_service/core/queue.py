@@ -13,6 +13,7 @@ from scheduler_service.core.request import Sequence, SequenceState
 from scheduler_service.core.tenants import TenantLedger
 
 _NEVER = float("inf")
+_MAX_LIFTS = 256
 
 
 class _Level:
@@ -24,7 +25,7 @@ class _Level:
 
     def __init__(self, ledger: TenantLedger) -> None:
         self._ledger = ledger
-        self._heaps: dict[str, list[tuple[float, float, int, Sequence]]] = {}
+        self._heaps: dict[str, list[tuple[float, float, int, int, Sequence]]] = {}
         self._tenants: list[tuple[float, str]] = []
 
     def pop(self) -> None:
@@ -32,7 +33,7 @@ class _Level:
         heapq.heappop(self._heaps[self._tenants[0][1]])
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (entry[3] for heap in self._heaps.values() for entry in heap if _is_current(entry[3], entry[2]))
+        return (entry[4] for heap in self._heaps.values() for entry in heap if _is_current(entry[4], entry[3]))
 
     def push(self, sequence: Sequence) -> None:
         """Adds a sequence."""
@@ -42,14 +43,14 @@ class _Level:
             heap = self._heaps[request.tenant] = []
             heapq.heappush(self._tenants, (self._ledger.served(request.tenant), request.tenant))
         deadline = _NEVER if request.deadline is None else request.deadline
-        heapq.heappush(heap, (deadline, sequence.arrival, sequence.ticket, sequence))
+        heapq.heappush(heap, (deadline, sequence.arrival, sequence.sequence_id, sequence.ticket, sequence))
 
     def peek(self) -> Sequence | None:
         """The next sequence that still waits here. Drops those that do not, as they come up."""
         while self._tenants:
             counted, tenant = self._tenants[0]
             heap = self._heaps[tenant]
-            while heap and not _is_current(heap[0][3], heap[0][2]):
+            while heap and not _is_current(heap[0][4], heap[0][3]):
                 heapq.heappop(heap)
             if not heap:
                 heapq.heappop(self._tenants)
@@ -57,7 +58,7 @@ class _Level:
             elif (served := self._ledger.served(tenant)) > counted:
                 heapq.heapreplace(self._tenants, (served, tenant))
             else:
-                return heap[0][3]
+                return heap[0][4]
         return None
 
 
@@ -95,8 +96,13 @@ class WaitingQueue:
         self._place(sequence)
 
     def age(self, now: float) -> None:
-        """Lifts the sequences that have waited long enough since they were last lifted."""
-        while self._ageing and self._ageing[0][0] <= now:
+        """Lifts sequences that have waited long enough since they were last lifted, those due earliest first.
+
+        At most 256 at a time: after a burst, all of a long queue are due at once, and steps must not wait for that.
+        """
+        for _ in range(_MAX_LIFTS):
+            if not self._ageing or self._ageing[0][0] > now:
+                break
             _, ticket, sequence = heapq.heappop(self._ageing)
             if _is_current(sequence, ticket):
                 sequence.level += 1
@@ -120,12 +126,17 @@ class WaitingQueue:
         """Takes out the sequence that `peek` has just returned; its state is the caller's to set."""
         self._levels[self._order[-1]].pop()
         self._num_entries -= 1
-        self._num_live -= 1
+        self._depart()
 
     def note_departure(self) -> None:
         """Counts out a sequence that waited here and has just left the WAITING state, other than by `pop`."""
+        self._depart()
+
+    def _depart(self) -> None:
         self._num_live -= 1
-        if self._num_entries > 64 and self._num_entries > 3 * self._num_live:
+        # Lifts leave entries behind in the levels, starts leave them in `_ageing`.
+        num_entries = max(self._num_entries, len(self._ageing))
+        if num_entries > 64 and num_entries > 3 * self._num_live:
             self._rebuild()
 
     def _place(self, sequence: Sequence) -> None:

@@ -66,7 +66,7 @@ class Sequence:
     index: int
     request: Request
     arrival: float
-    token_ids: ReadOnlyList[int]
+    token_ids: list[int]
     kv_limit: int
     keys: KeyChain
     state: SequenceState = SequenceState.WAITING
@@ -82,13 +82,12 @@ class Sequence:
     ticket: int = 0
     protected_until: int = 0
     finish_reason: FinishReason | None = None
+    prompt_token_count: int = field(init=False)
 
-    @property
-    def prompt_token_count(self) -> int:
-        """Number of prompt tokens."""
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.prompt_token_count = len(self.request.prompt_token_ids)
 
     @property
     def output_token_count(self) -> int:
         """Number of applied output tokens."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.prompt_token_count

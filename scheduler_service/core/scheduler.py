@@ -17,7 +17,7 @@ The rules that make this exact are those of the design, "In flight":
 """
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import cast
 
@@ -110,6 +110,8 @@ class Scheduler:
         """
         self._check_admissible(request)
         prompt_len = len(request.prompt_token_ids)
+        # Not copied before it starts: of a waiting sequence it is the request's and does not change.
+        prompt = cast(list[int], request.prompt_token_ids)
         arrival = self._clock()
         first_id = self._next_sequence_id
         self._next_sequence_id += request.n
@@ -119,7 +121,7 @@ class Scheduler:
                 index=index,
                 request=request,
                 arrival=arrival,
-                token_ids=request.prompt_token_ids,
+                token_ids=prompt,
                 kv_limit=prompt_len + request.max_tokens - 1,
                 keys=self._blocks.key_chain(request),
             )
@@ -136,7 +138,7 @@ class Scheduler:
             if self._blocks.num_shared_blocks(request) == 0:
                 self._release_siblings(leader)
         if request.deadline is not None:
-            self._deadlines.add(request, arrival)
+            self._deadlines.add(request, arrival, self._is_live)
         return sequences
 
     def end_request(self, request_id: str, reason: FinishReason) -> list[EndEvent]:
@@ -159,8 +161,9 @@ class Scheduler:
         for request in list(self._deadlines.due(now, self._is_live)):
             check_at = self._next_deadline_check(request)
             if check_at > now:
-                self._deadlines.add(request, check_at)
+                self._deadlines.add(request, check_at, self._is_live)
             else:
+                self.stats.num_hopeless += now < cast(float, request.deadline)
                 ended += self.end_request(request.request_id, FinishReason.DEADLINE)
         return ended
 
@@ -207,7 +210,9 @@ class Scheduler:
         self._in_flight.popleft()
         self._requeue_drained()
         now = self._clock()
-        self.stats.count_step(plan.num_tokens, now - max(plan.sent_at, self._applied_at))
+        num_tokens = plan.num_tokens
+        is_full = 2 * num_tokens >= self.config.max_step_tokens
+        self.stats.count_step(num_tokens, now - max(plan.sent_at, self._applied_at), is_full=is_full)
         self._applied_at = now
         return events
 
@@ -249,7 +254,7 @@ class Scheduler:
         if needed > config.num_blocks:
             raise NeverFits(needed, config.num_blocks, config.num_blocks * config.block_size + 1)
         retry_after_s = self.stats.seconds_for(self._queued_tokens)
-        if self.num_waiting + request.n > config.max_queued_requests:
+        if self.num_waiting and self.num_waiting + request.n > config.max_queued_requests:
             raise QueueFull("sequences", config.max_queued_requests, retry_after_s)
         if self._queued_tokens and self._queued_tokens + request.n * prompt_len > config.max_queued_tokens:
             raise QueueFull("prompt tokens", config.max_queued_tokens, retry_after_s)
@@ -284,24 +289,26 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> int:
         """Gives each running sequence its tokens, most important first; returns the budget left."""
-        budget, blocks = self.config.max_step_tokens, self._blocks
+        budget, blocks, running = self.config.max_step_tokens, self._blocks, SequenceState.RUNNING
+        num_after, owed_after = len(self._running), blocks.num_promised
         for sequence in list(self._running):
-            if budget == 0:
-                break
-            if sequence.state is not SequenceState.RUNNING:
+            num_after -= 1
+            if sequence.state is not running:
                 continue
-            num = min(len(sequence.token_ids) + sequence.pending, sequence.kv_limit) - sequence.computed
+            known = len(sequence.token_ids) + sequence.pending
+            num = (known if known <= sequence.kv_limit else sequence.kv_limit) - sequence.computed
             if num <= 0:
                 continue
             if num > 1:
-                num = min(num, self._chunk_limit(sequence, budget))
+                # The sequences after this one are left a token each, so a prefill delays no decode.
+                owed_after -= blocks.num_owed(sequence)
+                num = min(num, budget - num_after, self._chunk_limit(budget, owed_after))
             missing = blocks.num_missing(sequence, num)
             if missing > 0:
                 if not self._make_room(sequence, missing):
                     continue
-                added = blocks.grow(sequence, missing)
-                plan.new_block_ids += added
-                plan.new_block_counts.append(len(added))
+                plan.new_block_ids += blocks.grow(sequence, missing)
+                plan.new_block_counts.append(missing)
             else:
                 plan.new_block_counts.append(0)
             self._put(plan, sequence, num)
@@ -317,7 +324,7 @@ class Scheduler:
             self._start(sequence, hits)
             num = len(sequence.token_ids) - sequence.computed
             if num > 1:
-                num = min(num, self._chunk_limit(sequence, budget))
+                num = min(num, self._chunk_limit(budget, 0))
             missing = self._blocks.num_missing(sequence, num)
             if missing > 0:
                 self._blocks.grow(sequence, missing)
@@ -339,22 +346,22 @@ class Scheduler:
         self._blocks.advance(sequence, num)
         if sequence.computed == known:
             sequence.pending += 1
-        if self._siblings and sequence.sequence_id in self._siblings:
+        if sequence.sequence_id in self._siblings:
             shared = self._blocks.num_shared_blocks(sequence.request) * self.config.block_size
             if sequence.computed >= shared:
                 plan.leaders.append(sequence)
 
-    def _chunk_limit(self, sequence: Sequence, budget: int) -> int:
-        """Most prefill tokens that one sequence gets: half of what is left when another could use the rest."""
-        if not self._others_prefill(sequence):
-            return budget
-        return max(budget // 2, min(budget, self.config.block_size))
+    def _chunk_limit(self, budget: int, owed_after: int) -> int:
+        """Most prefill tokens that one sequence gets: half of what is left, or more when those after it need less.
 
-    def _others_prefill(self, sequence: Sequence) -> bool:
-        if self._blocks.num_promised > self._blocks.num_owed(sequence):
-            return True
+        `owed_after` is the number of blocks that running sequences have yet to fill after it in this step.
+        """
+        block_size = self.config.block_size
+        share = max(budget // 2, min(budget, block_size))
         head = self._waiting.peek()
-        return head is not None and self._hits_if_startable(head) is not None
+        if head is not None and self._hits_if_startable(head) is not None:
+            return share
+        return max(share, budget - owed_after * block_size)
 
     def _hits_if_startable(self, sequence: Sequence) -> list[int] | None:
         """The cached prefix of a waiting sequence, or None when there is no place or too few blocks for it."""
@@ -396,9 +403,11 @@ class Scheduler:
         head = self._waiting.peek()
         if head is None or not self._running or self._running[-1].request.priority >= head.request.priority:
             return
+        if self._hits_if_startable(head) is not None:
+            return
         lower = [s for s in self._running if s.request.priority < head.request.priority]
         lacking = self._blocks.num_lacking(head, self._blocks.find_prefix(head))
-        if sum(map(self._blocks.num_released_by, lower)) < lacking:
+        if sum(self._blocks.num_released_by(s) + self._blocks.num_owed(s) for s in lower) < lacking:
             return
         while self._hits_if_startable(head) is None and lower:
             victim = min(lower, key=self._preemption_cost)
@@ -407,13 +416,13 @@ class Scheduler:
         # A victim that is older must not take the place back that it had to leave.
         self._waiting.put_first(head)
 
-    def _preemption_cost(self, sequence: Sequence) -> tuple[int, bool, float, float]:
+    def _preemption_cost(self, sequence: Sequence) -> tuple[int, bool, float, float, int]:
         """Lowest base priority goes first; then one that has gained since its last preemption as much as
         it lost by it; then the least recomputation for each block freed; then the youngest."""
         freed = self._blocks.num_released_by(sequence)
         is_protected = sequence.computed < sequence.protected_until
         per_block = sequence.computed / freed if freed else float("inf")
-        return (sequence.request.priority, is_protected, per_block, -sequence.arrival)
+        return (sequence.request.priority, is_protected, per_block, -sequence.arrival, -sequence.sequence_id)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's blocks; it waits again once its answers in flight have come."""
@@ -442,28 +451,25 @@ class Scheduler:
     def _apply_tokens(self, result: StepResult, events: list[Event]) -> None:
         live, stopped, logprobs = self._sequences, result.stopped_sequence_ids, result.logprobs
         if self._tenants.is_contested:
-            self._charge_output(result.sequence_ids)
+            tenants = Counter(live[i].request.tenant for i in result.sequence_ids if i in live)
+            for tenant, num in tenants.items():
+                self._tenants.charge(tenant, num * _OUTPUT_COST)
         for sequence_id, token_id in zip(result.sequence_ids, result.token_ids, strict=True):
             sequence = live.get(sequence_id)
             if sequence is None:
                 continue
-            token_ids = cast(list[int], sequence.token_ids)
-            token_ids.append(token_id)
+            sequence.token_ids.append(token_id)
             sequence.pending -= 1
-            position = len(token_ids) - len(sequence.request.prompt_token_ids) - 1
+            num_tokens = len(sequence.token_ids)
             reason = None
             if sequence_id in stopped:
                 reason = FinishReason.STOP
-            elif len(token_ids) > sequence.kv_limit:
+            elif num_tokens > sequence.kv_limit:
                 reason = FinishReason.LENGTH
+            position = num_tokens - sequence.prompt_token_count - 1
             events.append(TokenEvent(sequence, token_id, position, logprobs.get(sequence_id), reason))
             if reason is not None:
                 self._finish(sequence, reason)
-
-    def _charge_output(self, sequence_ids: list[int]) -> None:
-        for sequence_id in sequence_ids:
-            if (sequence := self._sequences.get(sequence_id)) is not None:
-                self._tenants.charge(sequence.request.tenant, _OUTPUT_COST)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Takes a live sequence out of wherever it stands; its blocks are free from now on."""
@@ -497,11 +503,12 @@ class Scheduler:
 
     def _drop_sibling(self, sequence: Sequence) -> bool:
         """Takes a held-back sequence away from its leader; False when it is not held back."""
-        for siblings in self._siblings.values():
-            if sequence in siblings:
-                siblings.remove(sequence)
-                return True
-        return False
+        leader = self._requests[sequence.request.request_id][0]
+        siblings = self._siblings.get(leader.sequence_id, [])
+        if sequence not in siblings:
+            return False
+        siblings.remove(sequence)
+        return True
 
     def _fail_sequence(self, plan: StepPlan, sequence_id: int, message: str) -> list[Event]:
         """Ends a sequence that failed in a step, and restarts those that share what it failed to write."""
