@@ -1,10 +1,8 @@
 """The runner against transformers, and what it does when things go wrong."""
 
-import copy
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -12,7 +10,7 @@ from transformers import LlamaForCausalLM
 from tests.support.tiny_checkpoint import make_tiny_llama
 from tests.support.tiny_runner import Driver, load_tiny, make_runner, reference_tokens
 from worker_service.models.llama import LlamaModel
-from worker_service.runtime.step import NewSequence, Sampling, StateMismatch, StepInput
+from worker_service.runtime.step import Sampling
 
 LENGTHS = (1, 2, 3, 4, 5, 8, 17, 31, 64, 101, 150)
 NUM_OUTPUTS = 24
@@ -257,135 +255,6 @@ def test_random_rows_with_logits_that_are_not_finite_fail_too(tmp_path: Path) ->
     output = driver.step({0: 1, 1: 1})
     assert list(output.errors) == [0]
     assert output.sequence_ids == [1] and list(output.logprobs) == [1]
-
-
-def step(**changes: object) -> StepInput:
-    """What the state of `settled` expects next, with changes."""
-    values: dict[str, object] = {
-        "step_id": 9,
-        "new_sequences": [],
-        "sequence_ids": [1, 2],
-        "scheduled_token_counts": [1, 1],
-        "computed_token_counts": [7, 4],
-        "new_block_counts": [0, 1],
-        "new_block_ids": [20],
-        "finished_sequence_ids": [],
-        "preempted_sequence_ids": [],
-    }
-    return StepInput(**(values | changes))  # type: ignore[arg-type]
-
-
-def new(**changes: object) -> dict[str, object]:
-    """A step that brings a third sequence, with changes to that."""
-    values: dict[str, object] = {
-        "sequence_id": 3,
-        "request_id": "c",
-        "token_ids": [1, 2, 3, 4, 5],
-        "prompt_token_count": 5,
-        "sampling": Sampling(),
-        "block_ids": [30, 31],
-    }
-    return {
-        "new_sequences": [NewSequence(**(values | changes))],  # type: ignore[arg-type]
-        "sequence_ids": [1, 2, 3],
-        "scheduled_token_counts": [1, 1, 5],
-        "computed_token_counts": [7, 4, 0],
-        "new_block_counts": [0, 1, 0],
-    }
-
-
-@pytest.fixture
-def settled(tiny_model: LlamaModel) -> Driver:
-    driver = Driver(*make_runner(tiny_model, num_blocks=64, max_model_len=40))
-    driver.free = [13, 12, 11, 10]
-    driver.add(1, [1, 2, 3, 4, 5, 6, 7])
-    driver.add(2, [5, 6, 7, 8])
-    driver.step({1: 100, 2: 100})
-    return driver
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"sequence_ids": [1]},
-        {"sequence_ids": [1, 1]},
-        {"sequence_ids": [1, 5]},
-        {"scheduled_token_counts": [1]},
-        {"scheduled_token_counts": [0, 1]},
-        {"scheduled_token_counts": [-1, 1]},
-        {"scheduled_token_counts": [2, 1]},
-        {"scheduled_token_counts": [2**62, 1]},
-        {"scheduled_token_counts": [2**80, 1]},
-        {"scheduled_token_counts": ["a", 1]},
-        {"computed_token_counts": [6, 4]},
-        {"computed_token_counts": [8, 4]},
-        {"computed_token_counts": [-1, 4]},
-        {"computed_token_counts": [2**63 - 1, 4]},
-        {"new_block_counts": [0, 0]},
-        {"new_block_counts": [0, 2]},
-        {"new_block_counts": [1, -1], "new_block_ids": []},
-        {"new_block_counts": [0, 0], "new_block_ids": []},
-        {"new_block_ids": [64]},
-        {"new_block_ids": [-1]},
-        {"new_block_ids": [2**70]},
-        {"new_block_ids": [12]},
-        {"new_block_counts": [0, 11], "new_block_ids": list(range(20, 31))},
-        {"finished_sequence_ids": [1]},
-        {"preempted_sequence_ids": [2]},
-        new(sequence_id=1) | {"sequence_ids": [1, 2, 1]},
-        new(sequence_id=2),
-        new(sequence_id=4),
-        {"new_sequences": [NewSequence(7, "", [1], 1, Sampling(), [40])]},
-        new(token_ids=[]),
-        new(token_ids=[1, 2, 3, 4]),
-        new(token_ids=[1] * 41),
-        new(prompt_token_count=0),
-        new(prompt_token_count=6),
-        new(block_ids=[30]),
-        new(block_ids=[30, 30]),
-        new(block_ids=[30, 64]),
-        new(block_ids=[-1, 30]),
-        new(block_ids=[30, 20]),
-        new(block_ids=[30, 11]),
-        new(block_ids=list(range(30, 41))),
-        new() | {"new_block_counts": [0, 1, 1], "new_block_ids": [20, 21]},
-        new() | {"computed_token_counts": [7, 4, 1]},
-        new() | {"computed_token_counts": [7, 4, 5]},
-    ],
-)
-def test_a_step_that_disagrees_changes_nothing(settled: Driver, changes: dict[str, object]) -> None:
-    undisturbed = copy.deepcopy(settled.runner._table)
-    cache = settled.runner._cache._data.clone()
-    with pytest.raises(StateMismatch) as refused:
-        settled.runner.execute(step(**changes))
-    assert str(refused.value)
-    table = settled.runner._table
-    assert table.row_of == undisturbed.row_of
-    for name, column in vars(undisturbed).items():
-        if isinstance(column, np.ndarray):
-            np.testing.assert_array_equal(getattr(table, name), column, err_msg=name)
-    assert torch.equal(settled.runner._cache._data, cache)
-    assert settled.runner.execute(step()).sequence_ids == [1, 2]
-
-
-def test_what_is_finished_is_forgotten_before_anything_else(settled: Driver) -> None:
-    again = new(sequence_id=2) | {
-        "sequence_ids": [1, 2],
-        "scheduled_token_counts": [1, 5],
-        "computed_token_counts": [7, 0],
-        "new_block_counts": [0, 0],
-        "new_block_ids": [],
-        "preempted_sequence_ids": [2],
-        "finished_sequence_ids": [77],
-    }
-    output = settled.runner.execute(step(**again))
-    assert sorted(output.sequence_ids) == [1, 2]
-    assert settled.runner.num_sequences == 2
-
-
-def test_a_step_may_only_end_sequences(settled: Driver) -> None:
-    output = settled.runner.execute(StepInput(9, [], [], [], [], [], [], [1], [2]))
-    assert output.sequence_ids == [] and settled.runner.num_sequences == 0
 
 
 def test_the_context_can_be_filled_to_its_last_token(tiny_model: LlamaModel) -> None:
