@@ -19,7 +19,6 @@ class BlockManager:
         self._prefix_caching = config.prefix_caching
         self._pool = BlockPool(config.num_blocks)
         self._promised = 0
-        self._filled: list[Sequence] = []
 
     @property
     def num_free(self) -> int:
@@ -88,17 +87,15 @@ class BlockManager:
         return added
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """Counts tokens as computed by the step being planned."""
+        """Counts tokens as computed by the step being planned, and publishes the blocks that they fill.
+
+        Sequences planned after this one may hold those blocks, in the same step too: a worker writes
+        all KV of a layer before any sequence reads that layer.
+        """
         sequence.computed += num_tokens
         size, published = self._block_size, sequence.published
         if sequence.computed // size > published and len(sequence.token_ids) // size > published:
-            self._filled.append(sequence)
-
-    def publish_filled(self) -> None:
-        """Makes the blocks that a planned step fills findable by the steps after it."""
-        for sequence in self._filled:
             self._publish(sequence, sequence.computed)
-        self._filled.clear()
 
     # Ending.
 
@@ -130,7 +127,6 @@ class BlockManager:
 
     def forget_content(self) -> None:
         """Empties the prefix cache: the KV tensors' content is gone."""
-        self._filled.clear()
         self._pool.forget_all()
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:

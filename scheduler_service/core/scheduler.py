@@ -9,8 +9,8 @@ The rules that make this exact are those of the design, "In flight":
 
 * Workers run steps in order, so a block freed now may be written by another sequence in any step
   planned from now on, even while steps that still write it for the old owner are in flight.
-* A block enters the prefix cache when the step that fills it has been planned and all its token
-  ids are known; sequences of later steps may then hold it.
+* A block enters the prefix cache when the tokens that fill it are planned and all their ids are
+  known; sequences planned after them may then hold it, in the same step too.
 * Lengths are planned exactly. A stop token is a surprise: the worker skips the sequence in the
   steps already sent, and what they would have answered never comes.
 * A preempted sequence keeps the answers in flight and waits again after the last of them.
@@ -187,7 +187,6 @@ class Scheduler:
         plan.preempted_sequence_ids, self._preempted_ids = self._preempted_ids, []
         if plan.is_empty:
             return None
-        self._blocks.publish_filled()
         for leader in plan.leaders:
             self._release_siblings(leader)
         self._next_step_id += 1
@@ -520,7 +519,7 @@ class Scheduler:
         is_live = sequence_id in self._sequences
         if is_live:
             self._finish(sequence, FinishReason.ERROR)
-        # Whoever holds a spoiled block started after this step, so the steps in flight name it.
+        # Whoever holds a spoiled block started in this step or later, so the steps in flight name it.
         for later in self._in_flight:
             for new in later.new_sequences:
                 if not spoiled.isdisjoint(new.block_ids):

@@ -532,7 +532,8 @@ class Step(_message.Message):
     belongs to sequence_ids[i]. Sequences of `new_sequences` are in the columns too.
     A sequence's logits are sampled when its scheduled tokens reach the last token
     that it has; the sampled token is appended to it on the worker, where the next
-    step finds it.
+    step finds it. A sequence may hold blocks that another one fills in the same
+    step: each layer writes all KV before it reads any.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

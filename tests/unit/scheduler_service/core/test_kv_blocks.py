@@ -25,7 +25,6 @@ def run(blocks: BlockManager, token_ids: list[int], **fields: str) -> Sequence:
     num = len(token_ids) - sequence.computed
     blocks.grow(sequence, blocks.num_missing(sequence, num))
     blocks.advance(sequence, num)
-    blocks.publish_filled()
     return sequence
 
 
@@ -131,15 +130,14 @@ def test_without_a_prefix_cache_nothing_is_found_or_kept() -> None:
     assert blocks.num_cached == 0
 
 
-def test_a_block_is_found_only_after_its_step_is_planned() -> None:
+def test_a_block_is_found_only_after_its_tokens_are_planned() -> None:
     blocks = manager()
     sequence = sequence_of(blocks, list(range(9)))
     blocks.start(sequence, [])
     blocks.grow(sequence, 3)
-    blocks.advance(sequence, 9)
     other = sequence_of(blocks, list(range(9)))
     assert blocks.find_prefix(other) == []
-    blocks.publish_filled()
+    blocks.advance(sequence, 9)
     assert blocks.find_prefix(other) == sequence.block_ids[:2]
 
 
@@ -147,12 +145,10 @@ def test_a_block_whose_tokens_are_not_all_known_is_not_published() -> None:
     blocks = manager()
     sequence = run(blocks, list(range(7)))
     blocks.advance(sequence, 1)
-    blocks.publish_filled()
     assert sequence.published == 1
     sequence.token_ids.append(70)
     blocks.grow(sequence, 1)
     blocks.advance(sequence, 1)
-    blocks.publish_filled()
     assert sequence.published == 2
 
 
@@ -213,7 +209,6 @@ def test_forgetting_the_content_empties_the_cache() -> None:
     blocks.release(sequence)
     blocks.forget_content()
     assert blocks.num_cached == 0
-    blocks.publish_filled()
     assert blocks.num_cached == 0
 
 

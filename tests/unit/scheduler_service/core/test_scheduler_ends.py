@@ -192,9 +192,23 @@ def test_sequences_that_share_spoiled_blocks_start_again_under_a_new_id() -> Non
     assert sorted(plan.preempted_sequence_ids) == sorted(old_ids)
     assert plan.finished_sequence_ids == [bad.sequence_id]
     assert started(plan) == [sharer, second_sharer]
-    assert plan.computed_token_counts[-2:] == [0, 0]
+    # The second holds what the first fills in this very step.
+    assert plan.computed_token_counts[-2:] == [0, 12]
     rig.finish()
     assert all(rig.is_whole(s) for s in (sharer, second_sharer, bystander))
+
+
+def test_what_shares_blocks_with_a_failed_sequence_within_its_step_starts_again() -> None:
+    rig = SchedulerRig(block_size=4)
+    prompt = rig.prompt(9)
+    bad, sharer = rig.add_one("bad", prompt), rig.add_one("sharer", [*prompt, 5])
+    assert planned(rig.send()) == {bad: 9, sharer: 2}
+    events = rig.answer(fail=bad)
+    assert [e.sequence for e in events] == [bad]
+    assert sharer.state is SequenceState.WAITING
+    assert rig.send().computed_token_counts == [0]
+    rig.finish()
+    assert rig.is_whole(sharer)
 
 
 def test_a_restarted_leader_takes_its_siblings_along() -> None:

@@ -43,12 +43,16 @@ def test_a_prefix_is_shared_while_its_first_owner_runs() -> None:
     assert rig.is_whole(second)
 
 
-def test_in_one_step_nothing_is_shared_yet() -> None:
+def test_blocks_are_shared_within_the_step_that_fills_them() -> None:
     rig = SchedulerRig(block_size=4)
     prompt = rig.prompt(10)
     first, second = rig.add_one("a", prompt), rig.add_one("b", prompt)
-    assert planned(rig.send()) == {first: 10, second: 10}
-    assert set(first.block_ids).isdisjoint(second.block_ids)
+    assert planned(rig.send()) == {first: 10, second: 2}
+    assert second.block_ids[:2] == first.block_ids[:2]
+    assert second.block_ids[2] != first.block_ids[2]
+    rig.finish()
+    assert rig.is_whole(first)
+    assert rig.is_whole(second)
 
 
 def test_the_next_turn_of_a_conversation_starts_after_the_last_answer() -> None:
