@@ -143,8 +143,9 @@ class WorkerClient:
     def _call_span(self, method: str) -> Any:
         """Metadata for a call; turns its failure into a StepwireError, and its end into a span's."""
         name = f"stepwire.v1.WorkerService/{method}"
-        span: Span = trace.INVALID_SPAN
-        if trace.get_current_span().is_recording():
+        # Not recorded, it is still the caller's: the worker's log then names the same trace.
+        span = trace.get_current_span()
+        if span.is_recording():
             attributes = {names.RPC_SYSTEM: "grpc", names.RPC_METHOD: name, names.WORKER: self.address}
             span = self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)
         metadata: list[tuple[str, str]] = []

@@ -192,12 +192,13 @@ def test_extremes_that_are_allowed_are_served(server: Server) -> None:
         {"top_k": INT32_MAX, "top_p": 1e-38, "min_p": 1.0},
         {"repetition_penalty": 1e-38},
         {"repetition_penalty": 100.0, "presence_penalty": -2.0, "frequency_penalty": -2.0},
-        {"n": 64, "logprobs": 20, "stop_token_ids": [VOCAB_SIZE - 1] * 128},
+        {"n": 64, "logprobs": 20},
+        {"stop_token_ids": [VOCAB_SIZE - 1] * 128, "min_tokens": 4},
         {"stop": ["\U0001f469" * 1024] * 16, "min_tokens": 4},
     ]
     with server.client() as client:
         for fields in extremes:
-            completion = client.complete("abc", max_tokens=4, ignore_eos=True, priority=INT32_MIN, **fields)
+            completion = client.complete("abc", max_tokens=4, ignore_eos=True, priority=100, **fields)
             assert {len(sequence.token_ids) for sequence in completion.sequences} == {4}, fields
             assert all(0 <= i < VOCAB_SIZE for sequence in completion.sequences for i in sequence.token_ids)
 
@@ -242,6 +243,8 @@ def messages(*turns: tuple[str, str]) -> pb.ChatMessages:
         ({"text": "q" * (2 << 20)}, "PROMPT_TOO_LONG"),
         ({"messages": messages(("user", "q" * MAX_MODEL_LEN))}, "PROMPT_TOO_LONG"),
         ({"messages": messages(("", "hello"))}, "FIELD_OUT_OF_RANGE"),
+        ({"text": "abc", "priority": INT32_MIN}, "FIELD_OUT_OF_RANGE"),
+        ({"text": "abc", "priority": INT32_MAX}, "FIELD_OUT_OF_RANGE"),
         ({"text": "abc", "request_id": "x" * 129}, "FIELD_OUT_OF_RANGE"),
         ({"text": "abc", "request_id": "a b"}, "FIELD_INVALID"),
         ({"text": "abc", "request_id": "\n{}"}, "FIELD_INVALID"),

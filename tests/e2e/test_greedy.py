@@ -14,6 +14,9 @@ from tests.support.collector import Collector
 from tests.support.reference import Reference
 from tests.support.stack import Server, serve
 
+# Minutes on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+
 MODEL = "SmolLM2-135M-Instruct.Q4_1"
 NUM_TOKENS = 64
 SMALL_STEP = 48

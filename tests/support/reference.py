@@ -11,7 +11,8 @@ from loader.config import ModelConfig
 from loader.tensors import WeightSlice
 from loader.weights import load_weights
 
-_NUM_THREADS = 2
+# Threads of torch wait for each other; on cores that others use too, one is faster than two.
+_NUM_THREADS = 1
 
 
 class Reference:
