@@ -25,7 +25,7 @@ report() {
 
 install() {
     if command -v npm >/dev/null && ! have_node_modules; then
-        npm --prefix tests/node install --no-audit --no-fund --no-package-lock
+        npm --prefix tests/node ci --no-audit --no-fund
     fi
     local wanted=()
     have_chromium || wanted+=(chromium)
