@@ -88,6 +88,22 @@ def test_ended_requests_with_deadlines_far_away_are_forgotten() -> None:
     assert due.next(live) == 1e12
 
 
+def test_live_requests_are_not_gone_through_again_and_again() -> None:
+    live = Live()
+    num_asked = 0
+
+    def is_live(_: Request) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return True
+
+    due = deadlines(live)
+    for i in range(2000):
+        due.add(request(str(i), float(i)), float(i), is_live)
+    assert len(due) == 2000
+    assert num_asked < 3 * 2000
+
+
 def test_a_sweep_keeps_every_live_deadline_in_order() -> None:
     live = Live(*(request(str(i), float((i * 37) % 300)) for i in range(300)))
     due = deadlines(live)

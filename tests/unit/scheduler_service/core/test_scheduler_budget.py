@@ -57,6 +57,13 @@ def test_a_chunk_is_at_least_a_block_where_the_budget_allows() -> None:
     assert planned(rig.send()) == {long: 4, other: 2}
 
 
+def test_a_prompt_of_two_tokens_is_cut_where_the_budget_ends() -> None:
+    rig = SchedulerRig(max_step_tokens=3, max_running=3, block_size=1)
+    sequences = [rig.add_one(name, 2) for name in "ab"]
+    assert planned(rig.step()) == {sequences[0]: 1, sequences[1]: 2}
+    assert planned(rig.step()) == dict.fromkeys(sequences, 1)
+
+
 def test_a_long_prefill_delays_no_decode() -> None:
     rig = SchedulerRig(max_step_tokens=16, num_blocks=200)
     long, short = rig.add_one("long", 300), rig.add_one("short", 5, max_tokens=10)
