@@ -60,7 +60,7 @@ class StepLoop:
         self._results: deque[StepResult] = deque()
         self._work: list[Work] = []
         self._wake = asyncio.Event()
-        self._pipeline = TextPipeline(self._deliver)
+        self._pipeline = TextPipeline(self._deliver, inline=detokenizer.is_quick)
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
@@ -215,7 +215,7 @@ class StepLoop:
             elif (text := texts.pop(event.sequence, None)) is not None:
                 self._work.append((text, _end_error(event)))
 
-    # What comes back from the text thread.
+    # What comes back as text.
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         now = time.monotonic()

@@ -1,8 +1,8 @@
 """From sampled tokens to each client's messages.
 
-The text of all tokens of one applied step is made in one job of one thread, in order; its results
-come back to the event loop in one callback and go to the requests' streams. A stream never blocks
-whoever fills it: what its client has not taken yet is merged, sequence by sequence.
+The text of all tokens of one applied step is made in one job, in order, and goes to the requests'
+streams. A stream never blocks whoever fills it: what its client has not taken yet is merged, sequence
+by sequence.
 """
 
 import asyncio
@@ -128,35 +128,50 @@ Delivery = tuple[SequenceText, Output | StepwireError]
 
 
 class TextPipeline:
-    """Makes text of tokens in one thread, in the order of the submits; delivers on the event loop."""
+    """Makes text of tokens in the order of the submits; delivers on the event loop.
 
-    def __init__(self, deliver: Callable[[list[Delivery]], None]) -> None:
+    With `inline` it does so at once, on the event loop: right for decoders that take about a
+    microsecond for a token, where a thread costs more, in handing the interpreter to and fro, than
+    the text. Otherwise one thread does it.
+    """
+
+    def __init__(self, deliver: Callable[[list[Delivery]], None], *, inline: bool = False) -> None:
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._thread = None if inline else ThreadPoolExecutor(1, thread_name_prefix="text")
 
     def submit(self, work: Sequence[Work]) -> None:
-        """Takes the tokens of one step; `deliver` will be called with their messages, once."""
-        self._thread.submit(self._run, work)
+        """Takes the tokens of one step; `deliver` is called with their messages, once: now or later."""
+        if self._thread is None:
+            self._deliver(_make_texts(work))
+        else:
+            self._thread.submit(self._run, work)
 
     def close(self) -> None:
         """Lets the thread end; waits for nothing."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, work: Sequence[Work]) -> None:
-        deliveries: list[Delivery] = []
-        for text, event in work:
-            if isinstance(event, StepwireError):
-                deliveries.append((text, event))
-                continue
-            try:
-                output = text.take(event)
-            except BaseException:  # a panic of the tokenizers library is no Exception
-                _log.exception("text_failed", request_id=event.sequence.request.request_id)
-                error = StepwireError("INTERNAL", "the text of this request could not be made; the log says why")
-                deliveries.append((text, error))
-            else:
-                if output is not None:
-                    deliveries.append((text, output))
+        deliveries = _make_texts(work)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._deliver, deliveries)
+
+
+def _make_texts(work: Sequence[Work]) -> list[Delivery]:
+    """The messages of one step's tokens."""
+    deliveries: list[Delivery] = []
+    for text, event in work:
+        if isinstance(event, StepwireError):
+            deliveries.append((text, event))
+            continue
+        try:
+            output = text.take(event)
+        except BaseException:  # a panic of the tokenizers library is no Exception
+            _log.exception("text_failed", request_id=event.sequence.request.request_id)
+            error = StepwireError("INTERNAL", "the text of this request could not be made; the log says why")
+            deliveries.append((text, error))
+        else:
+            if output is not None:
+                deliveries.append((text, output))
+    return deliveries

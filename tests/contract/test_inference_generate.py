@@ -159,7 +159,9 @@ async def test_32_streams_of_all_kinds_each_end_once_and_leave_every_block_free(
 
 async def test_a_slow_client_gets_merged_messages_and_delays_nobody() -> None:
     async with running_scheduler() as scheduler:
-        request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=500, seed=1, logprobs=20))
+        # More than what gRPC takes in for a client that does not read.
+        sampling = pb.SamplingParams(max_tokens=500, seed=1, logprobs=20, n=7)
+        request = pb.GenerateRequest(text="x", sampling=sampling)
         call = scheduler.stub.Generate(request, timeout=30)
         first = await call.read()
         assert first.HasField("started")
@@ -170,12 +172,12 @@ async def test_a_slow_client_gets_merged_messages_and_delays_nobody() -> None:
         while (response := await call.read()) is not grpc.aio.EOF:
             responses.append(response)
         outputs = [response.output for response in responses if response.HasField("output")]
-        assert len(outputs) < 500
-        assert sum(len(output.token_ids) for output in outputs) == 500
-        assert sum(len(output.logprobs) for output in outputs) == 500
-        assert [output.position for output in outputs] == [
-            sum(len(o.token_ids) for o in outputs[:i]) for i in range(len(outputs))
-        ]
+        assert len(outputs) < 7 * 500
+        for index in range(7):
+            own = [output for output in outputs if output.sequence_index == index]
+            assert sum(len(output.token_ids) for output in own) == 500
+            assert sum(len(output.logprobs) for output in own) == 500
+            assert [o.position for o in own] == [sum(len(o.token_ids) for o in own[:i]) for i in range(len(own))]
 
 
 @pytest.mark.parametrize("how", ["cancel", "disconnect"])

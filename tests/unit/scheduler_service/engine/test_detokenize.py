@@ -75,6 +75,14 @@ def test_other_decoders_are_streamed_by_windows(text: str) -> None:
     assert "Window" in type(Detokenizer(tokenizer, 320).sequence([1])).__name__
 
 
+def test_only_tables_count_as_quick() -> None:
+    assert Detokenizer(tiny_tokenizer(), 320).is_quick
+    assert Detokenizer(sentence_piece(strip=True), 10).is_quick
+    other = tiny_tokenizer()
+    other.decoder = decoders.WordPiece()
+    assert not Detokenizer(other, 320).is_quick
+
+
 def test_a_long_window_stream_stays_short() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("\x00", "")])

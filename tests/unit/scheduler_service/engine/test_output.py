@@ -118,7 +118,8 @@ class Panic(BaseException):
     """What the tokenizers library raises when it panics."""
 
 
-async def test_a_text_that_fails_costs_its_own_request_alone() -> None:
+@pytest.mark.parametrize("inline", [False, True])
+async def test_a_text_that_fails_costs_its_own_request_alone(inline: bool) -> None:
     class Broken:
         def feed(self, token_id: int) -> str:
             raise Panic("broken")
@@ -127,9 +128,10 @@ async def test_a_text_that_fails_costs_its_own_request_alone() -> None:
             return ""
 
     delivered: asyncio.Future[list[Delivery]] = asyncio.get_running_loop().create_future()
-    pipeline = TextPipeline(delivered.set_result)
+    pipeline = TextPipeline(delivered.set_result, inline=inline)
     bad, good = text(decoder=Broken()), text()
     pipeline.submit([(bad, events(bad, "a")[0]), (good, events(good, "a")[0])])
+    assert delivered.done() is inline
     (first, error), (second, message) = await asyncio.wait_for(delivered, 5)
     assert first is bad and isinstance(error, StepwireError) and error.reason == "INTERNAL"
     assert second is good and isinstance(message, Output) and message.text == "a"
