@@ -2,6 +2,7 @@
 
 `stepwire serve --device sim` with the demo model's tokenizer, and this file's own second process as the
 client: the asyncio client of the package, one event for each message. All of it on two cores.
+A message that holds several tokens, because its client was behind, counts as one.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from report import Bar, report
+from benchmarks.report import Bar, report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -49,9 +50,9 @@ def main() -> int:
         after = usage_of(server.pid)
     num_tokens = int(figures["tokens"])
     used = {name: 1e6 * (after[name] - before[name]) / num_tokens for name in after}
-    tokens_per_s = num_tokens / figures["seconds"]
+    tokens_per_s = figures["messages"] / figures["seconds"]
     print(
-        f"{NUM_STREAMS} streams, {num_tokens} tokens in {figures['seconds']:.2f} s: {tokens_per_s:,.0f} tokens/s, "
+        f"{NUM_STREAMS} streams, {num_tokens} tokens in {figures['seconds']:.2f} s: {tokens_per_s:,.0f} messages/s, "
         f"{figures['messages'] / num_tokens:.3f} messages a token"
     )
     for name, value in {**used, "client": figures["cpu_us_per_token"]}.items():
@@ -88,8 +89,8 @@ def serving(port: int, log_dir: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def run_client(port: int) -> dict[str, float]:
     """Runs the client process; answers its figures."""
-    command = [sys.executable, __file__, "client", f"127.0.0.1:{port}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=300)
+    command = [sys.executable, "-m", "benchmarks.door_throughput", "client", f"127.0.0.1:{port}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=300, cwd=ROOT)
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures
 
