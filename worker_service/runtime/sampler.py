@@ -1,8 +1,7 @@
 """From logits to tokens, for all sequences of a step at once.
 
-The order is: penalties, stop tokens masked before min_tokens, temperature, top_k, top_p over what
-top_k left, min_p, draw. Filters are thresholds on the score, so tokens that tie at the border
-are kept together, and what a sequence draws does not depend on who else is in the batch.
+The order is: penalties, stop tokens masked before min_tokens, then what runtime.draws says. What a
+sequence gets does not depend on who else is in the batch.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from worker_service.runtime.draws import RUN, Filters, draw_tokens
 from worker_service.runtime.penalties import Penalties
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SamplingColumns
@@ -19,11 +19,6 @@ from worker_service.runtime.step import Logprobs
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
-
-# The draw first finds a run of this many tokens, then the token in it: two short sums instead of a long one.
-RUN = 256
-# How many of the highest scores are looked at to find a sequence's threshold, before all are sorted.
-WIDTHS = (64, 1024)
 
 
 @dataclass(slots=True)
@@ -104,44 +99,8 @@ class Sampler:
         failed = ~torch.isfinite(peaks)
         if bool(failed.any()):
             scores.masked_fill_(failed, 0.0)
-            peaks = peaks.masked_fill(failed, 0.0)
-        scores.sub_(peaks).div_(torch.from_numpy(sampling.temperature[rows])[:, None].to(self._device))
-        weights = scores.exp()
-        limits = self._limits(scores, weights, rows, sampling)
-        if limits is not None:
-            weights.masked_fill_(scores < limits[:, None], 0.0)
-        token_ids = draw(weights, torch.from_numpy(points).to(self._device))
-        return Sampled(token_ids.cpu().numpy(), failed[:, 0].cpu().numpy())
-
-    def _limits(
-        self, scores: torch.Tensor, weights: torch.Tensor, rows: IntArray, sampling: SamplingColumns
-    ) -> torch.Tensor | None:
-        """The least score that each row keeps [rows]; None when none filters."""
-        top_k, top_p, min_p = sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows]
-        narrowed = np.flatnonzero((top_k > 0) | (top_p < 1.0))
-        if not len(narrowed) and not min_p.any():
-            return None
-        with np.errstate(divide="ignore"):
-            limits = torch.from_numpy(np.log(min_p).astype(np.float32)).to(self._device)
-        keep = np.where(top_k > 0, top_k, self._vocab_size)
-        for width in (*WIDTHS, self._vocab_size):
-            ready = narrowed if width >= self._vocab_size else narrowed[(top_k[narrowed] <= width)]
-            if len(ready):
-                targets = self._tensor(ready)
-                whole = len(ready) == len(scores)
-                found, sure = nucleus_limits(
-                    scores if whole else scores[targets],
-                    weights if whole else weights[targets],
-                    keep=torch.from_numpy(keep[ready]).to(self._device),
-                    top_p=torch.from_numpy(top_p[ready]).to(self._device),
-                    width=min(width, self._vocab_size),
-                )
-                sure |= width >= self._vocab_size
-                limits[targets] = torch.where(sure, torch.maximum(limits[targets], found), limits[targets])
-                narrowed = np.setdiff1d(narrowed, ready[sure.cpu().numpy()], assume_unique=True)
-            if not len(narrowed):
-                break
-        return limits
+        filters = Filters(sampling.temperature[rows], sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows])
+        return Sampled(draw_tokens(scores, self._vocab_size, filters, points), failed[:, 0].cpu().numpy())
 
     def _add_logprobs(self, sampled: Sampled, logits: torch.Tensor, rows: IntArray, sampling: SamplingColumns) -> None:
         wanted = np.flatnonzero((sampling.num_logprobs[rows] >= 0) & ~sampled.failed)
@@ -159,46 +118,6 @@ class Sampler:
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def nucleus_limits(
-    scores: torch.Tensor, weights: torch.Tensor, *, keep: torch.Tensor, top_p: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least score among the `keep` highest and, of those, the fewest that hold `top_p` of their weight.
-
-    `weights` are exp(scores), [rows, vocab]; `keep` and `top_p` [rows]. Only the `width` highest scores are
-    sorted; the second result says for which rows they were enough. `keep` beyond width means all.
-    """
-    highest = scores.topk(width, -1).values
-    bounded = keep <= width
-    smallest = highest.gather(1, (keep.clamp(max=width) - 1)[:, None])
-    limits = torch.where(bounded[:, None], smallest, -torch.inf)
-    total = weights.masked_fill(scores < limits, 0.0).sum(-1, dtype=torch.float64)
-    kept = highest.double().exp_().masked_fill_(highest < limits, 0.0).cumsum(-1)
-    # The place of the token whose weight completes top_p.
-    place = (kept < (top_p * total)[:, None]).sum(-1)
-    sure = (place < width) | bounded | (top_p >= 1.0)
-    nucleus = highest.gather(1, place.clamp(max=width - 1)[:, None])
-    nucleus = nucleus.masked_fill_((top_p >= 1.0)[:, None], -torch.inf)
-    return torch.maximum(limits, nucleus)[:, 0], sure
-
-
-def draw(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Inverse of the cumulated weights: for each row of [rows, vocab], a multiple of RUN wide and with a positive
-    sum, the first token whose cumulated weight exceeds points [rows] x total. Never a token of weight zero."""
-    runs = weights.view(weights.shape[0], -1, RUN)
-    upto = runs.sum(-1).double().cumsum_(-1)
-    goal = points * upto[:, -1]
-    run = _first_above(upto, goal)
-    before = torch.where(run > 0, upto.gather(1, (run - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    inner = runs.gather(1, run[:, None, None].expand(-1, 1, RUN))[:, 0].double().cumsum_(-1)
-    return run * RUN + _first_above(inner, goal - before)
-
-
-def _first_above(cumulated: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    # Rounding can put the goal at or above the last sum; the last entry that added something is meant then.
-    last = (cumulated < cumulated[:, -1:]).sum(-1)
-    return torch.minimum((cumulated <= goal[:, None]).sum(-1), last)
 
 
 def _greedy(scores: torch.Tensor) -> Sampled:
