@@ -26,10 +26,11 @@ class CacheShape:
 class KvCache:
     """Keys and values in blocks of `block_size` positions, written by slot and read by block.
 
-    Held as [layers, 2, num_blocks, kv_heads, block_size, head_dim]: one head's part of a block is
+    Held as [num_blocks, layers, 2, kv_heads, block_size, head_dim]. One head's part of a block is
     contiguous, so gathering block by block gives the [heads, positions, head_dim] that batched
-    products want, without another copy. A *slot* is a position's place in the cache,
-    block id x block_size + offset.
+    products want, without another copy. A whole block is contiguous too, so that clearing one, and
+    touching its memory for the first time, is one short run. A *slot* is a position's place in the
+    cache, block id x block_size + offset.
 
     Every block must be cleared before its first use by a sequence. Positions past a sequence's end
     are multiplied by weights of zero, and zero times what a broken sequence left (NaN) is not zero.
@@ -41,7 +42,7 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_bytes = num_blocks * block_size * shape.bytes_per_token
-        dims = (shape.num_layers, 2, num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
+        dims = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
         try:
             self._data = _zeros(dims, shape.dtype, device)
         except (MemoryError, RuntimeError) as error:
@@ -51,27 +52,29 @@ class KvCache:
                 f"{device} does not have; lower num_kv_blocks or kv_cache_bytes",
                 {"needed_bytes": str(self.num_bytes), "num_blocks": str(num_blocks), "device": str(device)},
             ) from error
-        rows = num_blocks * shape.num_kv_heads
-        width = block_size * shape.head_dim
-        self._by_block = [(layer[0].view(rows, width), layer[1].view(rows, width)) for layer in self._data]
-        self._by_slot = [
-            (layer[0].view(rows * block_size, -1), layer[1].view(rows * block_size, -1)) for layer in self._data
-        ]
+        # The same row numbers serve every layer, keys and values: each has a view that starts at its own first row.
+        self._rows_per_block = shape.num_layers * 2 * shape.num_kv_heads
+        rows = self._data.view(-1, block_size * shape.head_dim)
+        starts = [part * shape.num_kv_heads for part in range(shape.num_layers * 2)]
+        by_block = [rows[start:] for start in starts]
+        by_slot = [part.view(-1, shape.head_dim) for part in by_block]
+        self._by_block = list(zip(by_block[::2], by_block[1::2], strict=True))
+        self._by_slot = list(zip(by_slot[::2], by_slot[1::2], strict=True))
         self._heads = torch.arange(shape.num_kv_heads, device=device)
 
     def clear(self, block_ids: torch.Tensor) -> None:
         """Zeroes whole blocks [num_blocks] in all layers."""
-        self._data.index_fill_(2, block_ids, 0)
+        self._data.index_fill_(0, block_ids, 0)
 
     def block_rows(self, tables: torch.Tensor) -> torch.Tensor:
         """Rows for `gather` of block tables [sequences, blocks]: [sequences * kv_heads * blocks]."""
-        rows = tables[:, None, :] * self.shape.num_kv_heads + self._heads[None, :, None]
+        rows = tables[:, None, :] * self._rows_per_block + self._heads[None, :, None]
         return rows.flatten()
 
     def slot_rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows for `write` of slots [num_tokens]: [num_tokens * kv_heads]."""
         blocks, offsets = slots // self.block_size, slots % self.block_size
-        rows = (blocks[:, None] * self.shape.num_kv_heads + self._heads) * self.block_size + offsets[:, None]
+        rows = (blocks[:, None] * self._rows_per_block + self._heads) * self.block_size + offsets[:, None]
         return rows.flatten()
 
     def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -66,7 +66,7 @@ def test_every_token_sees_its_own_past_only(seed: int, dtype: torch.dtype, monke
             expected = reference(query[row].float(), keys[seen].float(), values[seen].float())
             torch.testing.assert_close(got[row].float(), expected, rtol=tolerance, atol=tolerance)
             row += 1
-    assert not bool(cache._data[0].any())
+    assert not bool(cache._data[:, 0].any())
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -20,15 +20,15 @@ def test_what_is_written_by_slot_is_gathered_by_block(dtype: torch.dtype) -> Non
         by_head = gathered.view(2, 8, 8)
         assert torch.equal(by_head[:, :6], written.transpose(0, 1))
         assert not bool(by_head[:, 6:].any())
-    assert not bool(cache._data[[0, 2]].any())
+    assert not bool(cache._data[:, [0, 2]].any())
 
 
 def test_clearing_zeroes_these_blocks_in_all_layers() -> None:
     cache = KvCache(CacheShape(2, 1, 4, torch.float32), 4, 2, CPU)
     cache._data.fill_(float("nan"))
     cache.clear(torch.tensor([2, 0]))
-    assert not bool(cache._data[:, :, [0, 2]].any())
-    assert bool(cache._data[:, :, [1, 3]].isnan().all())
+    assert not bool(cache._data[[0, 2]].any())
+    assert bool(cache._data[[1, 3]].isnan().all())
 
 
 def test_a_cache_that_does_not_fit_says_what_it_needs() -> None:

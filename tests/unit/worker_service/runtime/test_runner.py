@@ -92,10 +92,10 @@ def test_only_own_blocks_are_written(tiny_model: LlamaModel) -> None:
     driver.run(12, chunk=6)
     owned = sorted(block for s in driver.sequences.values() for block in s.blocks)
     others = [block for block in range(cache.num_blocks) if block not in owned]
-    assert bool((cache._data[:, :, others] == 7.0).all())
+    assert bool((cache._data[others] == 7.0).all())
     # Positions past a sequence's end hold nothing of whoever had the block before.
     for s in driver.sequences.values():
-        tail = cache._data[:, :, s.blocks[-1], :, s.computed % cache.block_size or cache.block_size :]
+        tail = cache._data[s.blocks[-1], :, :, :, s.computed % cache.block_size or cache.block_size :]
         assert bool((tail == 0.0).all())
 
 
