@@ -240,6 +240,8 @@ class Scheduler:
             raise RuntimeError("requests and sequences disagree")
         if self._queued_tokens != sum(len(s.token_ids) for s in [*self._waiting, *held_back]):
             raise RuntimeError("queued tokens are counted wrong")
+        if len(self._waiting) != sum(1 for _ in self._waiting):
+            raise RuntimeError("waiting sequences are counted wrong")
         if any(s.block_ids for s in places if s.state is not SequenceState.RUNNING):
             raise RuntimeError("a sequence that does not run holds blocks")
 

@@ -62,6 +62,10 @@ def test_a_prompt_of_two_tokens_is_cut_where_the_budget_ends() -> None:
     sequences = [rig.add_one(name, 2) for name in "ab"]
     assert planned(rig.step()) == {sequences[0]: 1, sequences[1]: 2}
     assert planned(rig.step()) == dict.fromkeys(sequences, 1)
+    rig = SchedulerRig(max_step_tokens=2, max_running=2, block_size=1)
+    sequences = [rig.add_one(name, 3) for name in "ab"]
+    for _ in range(3):
+        assert planned(rig.step()) == dict.fromkeys(sequences, 1)
 
 
 def test_a_long_prefill_delays_no_decode() -> None:

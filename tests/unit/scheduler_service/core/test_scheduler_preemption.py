@@ -221,6 +221,16 @@ def test_equal_priority_never_preempts_to_start() -> None:
     assert (plan.preempted_sequence_ids, started(plan)) == ([], [])
 
 
+def test_what_the_victims_free_may_be_just_enough() -> None:
+    rig = SchedulerRig(num_blocks=4, block_size=4)
+    low = rig.add_one("low", 13, max_tokens=4)
+    rig.step()
+    high = rig.add_one("high", 16, max_tokens=1, priority=1)
+    plan = rig.send()
+    assert preempted(plan, low) == [low]
+    assert planned(plan) == {high: 16}
+
+
 def test_nobody_is_preempted_for_a_sequence_that_still_could_not_start() -> None:
     rig = SchedulerRig(num_blocks=8, block_size=4)
     rig.add("peer", 17, max_tokens=3, priority=1)

@@ -70,6 +70,13 @@ def test_one_that_comes_back_keeps_what_it_has_had() -> None:
     assert ledger.served("b") == 30
 
 
+def test_of_an_idle_tenant_only_its_count_is_kept() -> None:
+    ledger = TenantLedger({})
+    ledger.enter("a", 1)
+    ledger.leave("a")
+    assert (ledger._num_live, ledger._served, dict(ledger._idle)) == ({}, {}, {"a": 0.0})
+
+
 def test_idle_tenants_are_not_kept_for_ever() -> None:
     ledger = TenantLedger({})
     for number in range(10_001):
