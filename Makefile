@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
 	--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options $(UPGRADE)
+BENCHES := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # Arguments for pytest, such as TESTS="tests/unit/loader -x".
 TESTS ?=
 
@@ -70,7 +71,7 @@ protos: $(VENV)/.project ## generate stepwire/v1 from protos/
 
 .PHONY: bench
 bench: setup ## run the benchmarks; BENCH=ready for one
-	@for file in benchmarks/$(or $(BENCH),*).py; do echo "== $$file"; $(BIN)/python "$$file"; done
+	@for name in $(or $(BENCH),$(BENCHES)); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 .PHONY: peers
 peers: ## build the engines to compare with (heavy)

@@ -15,8 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from report import Bar, report
-
+from benchmarks.report import Bar, report
 from scheduler_service.core.config import SchedulerConfig
 from stepwire.simulation.arrivals import Arrival, read_trace, speed_up
 from stepwire.simulation.cost import HARDWARE, CostModel

@@ -17,8 +17,8 @@ from statistics import median
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from report import Bar, report
 
+from benchmarks.report import Bar, report
 from stepwire.client import Client
 from stepwire.supervisor.ports import free_port
 

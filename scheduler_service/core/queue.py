@@ -2,7 +2,8 @@
 
 Effective priority first: the base priority, and one more for every `ageing_s` seconds since the
 arrival, so that whatever waits long enough goes before all that comes later. Then the tenant that
-has had least, then the earlier deadline, then the earlier arrival.
+has had least, then, among those with a deadline, the one with fewest tokens to compute, so that
+most of them are in time (docs/adr/0009-shortest-first.md); those without follow. Then the earlier arrival.
 """
 
 import heapq
@@ -42,8 +43,8 @@ class _Level:
         if heap is None:
             heap = self._heaps[request.tenant] = []
             heapq.heappush(self._tenants, (self._ledger.served(request.tenant), request.tenant))
-        deadline = _NEVER if request.deadline is None else request.deadline
-        heapq.heappush(heap, (deadline, sequence.arrival, sequence.sequence_id, sequence.ticket, sequence))
+        num_tokens = _NEVER if request.deadline is None else len(sequence.token_ids)
+        heapq.heappush(heap, (num_tokens, sequence.arrival, sequence.sequence_id, sequence.ticket, sequence))
 
     def peek(self) -> Sequence | None:
         """The next sequence that still waits here. Drops those that do not, as they come up."""

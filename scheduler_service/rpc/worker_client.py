@@ -277,7 +277,7 @@ def _new_sequence(new: NewSequence) -> pb.NewSequence:
     if not isinstance(sampling, Sampling):
         raise TypeError(f"the sampling of request {request.request_id} is {type(sampling).__name__}")
     return pb.NewSequence(
-        sequence_id=sequence.sequence_id,
+        sequence_id=new.sequence_id,
         request_id=request.request_id,
         token_ids=new.token_ids,
         prompt_token_count=sequence.prompt_token_count,

@@ -8,7 +8,7 @@ otherwise.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,7 @@ class FakeWorker:
             _require(sequence_id in self.sequences, f"sequence {sequence_id} is not known")
             del self.sequences[sequence_id]
         self._take_columns(step)
-        self._check_owners()
+        self._check_owners(dict(zip(step.sequence_ids, step.scheduled_token_counts, strict=True)))
         result = pb.StepResult(epoch=self.epoch, step_id=step.step_id)
         for sequence_id, num in zip(step.sequence_ids, step.scheduled_token_counts, strict=True):
             self._advance(self.sequences[sequence_id], num, result)
@@ -135,16 +135,17 @@ class FakeWorker:
             _require(sequence.computed == computed_of[sequence_id], f"computed count of sequence {sequence_id}")
         _require(next(added, None) is None, "more blocks than new_block_counts say")
 
-    def _check_owners(self) -> None:
-        """No block that a sequence will still write may be held by another one."""
+    def _check_owners(self, scheduled: Mapping[int, int]) -> None:
+        """No block that a sequence will still write after this step may be held by another one."""
         holders: dict[int, list[FakeSequence]] = {}
         for sequence in self.sequences.values():
             for block_id in sequence.block_ids:
                 _require(0 <= block_id < self.num_blocks, f"block {block_id} does not exist")
                 holders.setdefault(block_id, []).append(sequence)
-        for sequence in self.sequences.values():
+        for sequence_id, sequence in self.sequences.items():
             if not sequence.is_stopped:
-                for block_id in sequence.block_ids[sequence.computed // self.block_size :]:
+                filled = (sequence.computed + scheduled.get(sequence_id, 0)) // self.block_size
+                for block_id in sequence.block_ids[filled:]:
                     _require(len(holders[block_id]) == 1, f"block {block_id} is writable and shared")
 
     def _advance(self, sequence: FakeSequence, num: int, result: pb.StepResult) -> None:

@@ -31,12 +31,12 @@ def make(ledger: TenantLedger) -> Make:
     made: list[Sequence] = []
 
     def make_one(
-        *, priority: int = 0, arrival: float = 0.0, tenant: str = "", deadline: float | None = None
+        *, priority: int = 0, arrival: float = 0.0, tenant: str = "", deadline: float | None = None, length: int = 1
     ) -> Sequence:
-        request = Request("r", [1], 1, priority=priority, tenant=tenant, deadline=deadline)
+        request = Request("r", [1] * length, 1, priority=priority, tenant=tenant, deadline=deadline)
         keys = KeyChain(block_size=4, adapter="", salt="")
         ledger.enter(tenant, 1)
-        made.append(Sequence(len(made) + 1, 0, request, arrival, [1], 1, keys))
+        made.append(Sequence(len(made) + 1, 0, request, arrival, [1] * length, 1, keys))
         return made[-1]
 
     return make_one
@@ -78,10 +78,18 @@ def test_higher_priority_goes_first_then_earlier_arrival_then_lower_id(queue: Wa
     assert drain(queue) == [urgent, early, twin, late]
 
 
-def test_an_earlier_deadline_goes_before_an_earlier_arrival(queue: WaitingQueue, make: Make) -> None:
-    patient, none, urgent = make(deadline=90.0), make(arrival=1), make(arrival=2, deadline=50.0)
-    push(queue, patient, none, urgent)
-    assert drain(queue) == [urgent, patient, none]
+def test_of_those_with_a_deadline_the_shortest_goes_first_and_then_those_without(
+    queue: WaitingQueue, make: Make
+) -> None:
+    long, none, short = make(deadline=50.0, length=9), make(arrival=1), make(arrival=2, deadline=90.0, length=3)
+    push(queue, long, none, short)
+    assert drain(queue) == [short, long, none]
+
+
+def test_of_two_as_long_the_one_that_came_first_goes_first(queue: WaitingQueue, make: Make) -> None:
+    late, early = make(arrival=2, deadline=5.0), make(arrival=1, deadline=9.0)
+    push(queue, late, early)
+    assert drain(queue) == [early, late]
 
 
 def test_priority_goes_before_deadline(queue: WaitingQueue, make: Make) -> None:

@@ -24,12 +24,13 @@ def measured(rig: SchedulerRig, num_tokens: int, seconds: float) -> None:
     rig.step()
 
 
-def test_an_earlier_deadline_starts_first() -> None:
-    rig = one_at_a_time()
-    rig.add("none", 4, max_tokens=1)
-    for name, patience in [("late", 90), ("early", 30), ("middle", 60)]:
-        rig.now += 1
-        rig.add(name, 4, max_tokens=1, deadline=rig.now + patience)
+def test_of_those_with_a_deadline_the_shortest_starts_first() -> None:
+    rig = SchedulerRig(max_running=1, block_size=4, num_blocks=64)
+    rig.add_one("first", 4)
+    rig.send()
+    for name, length, patience in (("late", 12, 10.0), ("none", 2, None), ("early", 4, 90.0), ("middle", 8, 50.0)):
+        deadline = None if patience is None else rig.now + 1000 * patience
+        rig.add(name, length, max_tokens=1, deadline=deadline)
     assert order_of_starts(rig) == ["early", "middle", "late", "none"]
 
 
