@@ -19,6 +19,9 @@ GATHER_BYTES = 64 * 2**20
 # more tokens than another group costs.
 MAX_PADDING = 0.25
 FREE_PADDING_TOKENS = 1024
+# Where a group has no more positions than this, calling one fused operator costs less than calling five; where it
+# has more, batched products are up to three times as fast.
+FUSED_TOKENS = 1024
 # Queries of a prefill chunk that are computed together; each such tile reads only the keys it may see.
 TILE = 128
 
@@ -149,6 +152,16 @@ class PagedAttention:
         values = values.view(num_rows * num_kv_heads, -1, head_dim)
         # The query heads that share a key-value head are folded into the query's length.
         folded = query.reshape(num_rows * num_kv_heads, num_heads // num_kv_heads, head_dim)
+        if num_rows * keys.shape[1] <= FUSED_TOKENS:
+            heads = (num_rows, num_kv_heads, -1, head_dim)
+            fused = functional.scaled_dot_product_attention(
+                folded.view(heads),
+                keys.view(heads),
+                values.view(heads),
+                attn_mask=group.mask[:, None],
+                scale=self._scale,
+            )
+            return fused.view(num_rows, -1)
         scores = torch.bmm(folded, keys.transpose(1, 2)).view(num_rows, num_heads, -1)
         weights = torch.add(group.mask, scores, alpha=self._scale).softmax(-1).to(query.dtype)
         return torch.bmm(weights.view(folded.shape[0], folded.shape[1], -1), values).view(num_rows, -1)

@@ -26,8 +26,12 @@ def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused_tokens", [0, 1024])
 @pytest.mark.parametrize("seed", range(6))
-def test_every_token_sees_its_own_past_only(seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_token_sees_its_own_past_only(
+    seed: int, fused_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "FUSED_TOKENS", fused_tokens)
     monkeypatch.setattr(attention, "TILE", 8)
     monkeypatch.setattr(attention, "FREE_PADDING_TOKENS", 5)
     rng = random.Random(seed)
