@@ -122,7 +122,7 @@ def assert_waited(answers: Sequence[Completion]) -> None:
 
 
 def assert_preempted(traces: Sequence[Trace]) -> None:
-    """Sequences lost their blocks, and each of them came back."""
+    """Sequences lost their blocks, and each of them came back unless an answer in flight was its last token."""
     counts = [
         (
             sum(event.name == names.EVENT_PREEMPTED for span in trace.spans for event in span.events),
@@ -130,5 +130,5 @@ def assert_preempted(traces: Sequence[Trace]) -> None:
         )
         for trace in traces
     ]
-    assert sum(preempted for preempted, _ in counts) > 0
-    assert all(preempted == resumed for preempted, resumed in counts)
+    assert sum(resumed for _, resumed in counts) > 0
+    assert all(resumed <= preempted <= resumed + 1 for preempted, resumed in counts)
