@@ -1,7 +1,8 @@
 """How many tokens a second go through the door: 256 streams over gRPC, text on, against a device that takes no time.
 
 `stepwire serve --device sim` with the demo model's tokenizer, and this file's own second process as the
-client: the asyncio client of the package, one event for each message. All of it on two cores.
+client: the asyncio client of the package, one event for each message, with the environment that the
+`stepwire` command sets. All of it on two cores.
 A message that holds several tokens, because its client was behind, counts as one.
 """
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from fetch_demo_model import model_path  # noqa: E402
 
 from stepwire.client import AsyncClient, Finished, Output  # noqa: E402
+from stepwire.rpc.environment import prepare_grpc  # noqa: E402
 from stepwire.rpc.run import run  # noqa: E402
 from stepwire.supervisor.ports import free_port  # noqa: E402
 
@@ -89,6 +91,7 @@ def serving(port: int, log_dir: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def run_client(port: int) -> dict[str, float]:
     """Runs the client process; answers its figures."""
+    prepare_grpc()
     command = [sys.executable, "-m", "benchmarks.door_throughput", "client", f"127.0.0.1:{port}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=300, cwd=ROOT)
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import click
 
 from stepwire.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, explain
+from stepwire.rpc.environment import prepare_grpc
 
 # Command: (module, attribute, help in one line).
 _COMMANDS: Mapping[str, tuple[str, str, str]] = {
@@ -54,10 +55,7 @@ def cli() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns the exit status. Expected failures become one message on standard error."""
-    # gRPC would warn of every process that is started; none here forks without starting another program.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    # Below that it writes lines of its own to standard error, such as one when a server goes away.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    prepare_grpc()
     try:
         result = cli.main(list(arguments), prog_name="stepwire", standalone_mode=False)
         return result if isinstance(result, int) else 0
