@@ -6,11 +6,13 @@ raises it again.
 
 import asyncio
 import contextlib
+import contextvars
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.engine.ports import StepStream, WorkerPort
@@ -86,8 +88,12 @@ class WorkerGroup:
                 raise rank_failed(rank, "open_stream", error) from error
         self._seen_at = [time.monotonic()] * len(self._ranks)
         for rank, stream in zip(self._ranks, self._streams, strict=True):
-            self._tasks.append(asyncio.create_task(self._read(rank, stream), name=f"results of rank {rank.rank}"))
-            self._tasks.append(asyncio.create_task(self._watch(rank), name=f"heartbeat of rank {rank.rank}"))
+            self._begin(self._read(rank, stream), f"results of rank {rank.rank}")
+            self._begin(self._watch(rank), f"heartbeat of rank {rank.rank}")
+
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        # In a context of its own: the caller's span, that of the start, is over long before this work is.
+        self._tasks.append(asyncio.create_task(work, name=name, context=contextvars.Context()))
 
     async def send(self, plan: StepPlan) -> None:
         """Sends a step to every rank. A broken stream is reported by `on_failure`, not here."""

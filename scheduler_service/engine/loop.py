@@ -6,6 +6,7 @@ an answer holds for clients is made into text elsewhere.
 """
 
 import asyncio
+import contextvars
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -89,7 +90,8 @@ class StepLoop:
     def start(self) -> None:
         """Begins to run."""
         self._beat_at = time.monotonic()
-        self._task = asyncio.create_task(self._run_guarded(), name="step loop")
+        # In a context of its own: whatever span the caller is in is over long before the loop is.
+        self._task = asyncio.create_task(self._run_guarded(), name="step loop", context=contextvars.Context())
 
     async def close(self) -> None:
         """Stops. Requests that live get no more."""

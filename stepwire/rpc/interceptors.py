@@ -45,7 +45,7 @@ _log = structlog.stdlib.get_logger(__name__)
 class TracingInterceptor(grpc.aio.ServerInterceptor):
     """A SERVER span for each call, with the right status however the call ends.
 
-    Inside a handler the span is the current one. Calls of `names.POLLED_METHODS` get a span only
+    Inside a handler the span is the current one. Calls of `names.UNTRACED_METHODS` get a span only
     when the caller sent a trace context.
     """
 
@@ -58,7 +58,7 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
         behaviour = _behaviour_of(handler)
         method = details.method.lstrip("/")
         parent = context_from_metadata(details.invocation_metadata)
-        if handler is None or behaviour is None or (not parent and method in names.POLLED_METHODS):
+        if handler is None or behaviour is None or (not parent and method in names.UNTRACED_METHODS):
             return handler
         attributes = {names.RPC_SYSTEM: "grpc", names.RPC_METHOD: method}
 

@@ -77,14 +77,16 @@ EVENT_RESUMED: Final = "resumed"
 EVENT_PREFIX_CACHE_HIT: Final = "prefix_cache_hit"
 EVENT_WORKER_LOST: Final = "worker_lost"
 
-# Calls that are made all the time: traced only for a caller that sends a trace context.
-POLLED_METHODS: Final = frozenset(
+# Calls that are made all the time, or last as long as the service: traced only for a caller that sends a
+# trace context.
+UNTRACED_METHODS: Final = frozenset(
     {
         "grpc.health.v1.Health/Check",
         "grpc.health.v1.Health/Watch",
         "grpc.health.v1.Health/List",
         "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         "stepwire.v1.InferenceService/GetModel",
+        "stepwire.v1.WorkerService/ExecuteModel",
         "stepwire.v1.WorkerService/GetStatus",
     }
 )

@@ -170,6 +170,16 @@ async def test_a_start_is_one_trace_with_a_span_for_each_phase_and_call(spans: S
     assert "traceparent" in scheduler.worker.metadata["WarmUp"]
 
 
+async def test_the_trace_of_a_start_ends_with_it(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_service.engine.group.HEARTBEAT_EVERY_S", 0.02)
+    with startup_trace(get_tracer(spans.provider), "/models/tiny"):
+        async with running_scheduler(tracer_provider=spans.provider) as scheduler:
+            asked = scheduler.worker.calls.count("GetStatus")
+            await until(lambda: scheduler.worker.calls.count("GetStatus") > asked + 1)
+            assert "traceparent" not in scheduler.worker.metadata["GetStatus"]
+    assert not [span for span in spans.all() if span.name.endswith("/ExecuteModel")]
+
+
 async def _drain_call(call: Any) -> None:
     import grpc
 

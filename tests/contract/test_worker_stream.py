@@ -420,4 +420,5 @@ async def test_spans_of_sampled_requests_alone() -> None:
     assert (decode.attributes["stepwire.first_step_id"], decode.attributes["stepwire.last_step_id"]) == (2, 7)
     assert prefill.end_time <= decode.start_time
     rpcs = {span.name for span in exporter.get_finished_spans()}
-    assert {"stepwire.v1.WorkerService/LoadModel", "stepwire.v1.WorkerService/ExecuteModel"} <= rpcs
+    assert "stepwire.v1.WorkerService/LoadModel" in rpcs
+    assert "stepwire.v1.WorkerService/ExecuteModel" not in rpcs  # It lasts as long as the worker serves.
