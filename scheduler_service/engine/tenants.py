@@ -28,10 +28,10 @@ class TenantRules:
             )
         highest = self.max_priorities.get(tenant, self.max_priority)
         if not LOWEST_PRIORITY <= priority <= highest:
-            allowed = f"{LOWEST_PRIORITY} to {highest}"
+            allowed, whose = f"{LOWEST_PRIORITY} to {highest}", f" for tenant {tenant!r}" if tenant else ""
             raise StepwireError(
                 "FIELD_OUT_OF_RANGE",
-                f"priority is {priority}; allowed for tenant {tenant!r}: {allowed}",
+                f"priority is {priority}; allowed{whose}: {allowed}",
                 {"field": "priority", "value": str(priority), "allowed": allowed, "tenant": tenant},
             )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from stepwire.cli.target import target_option, unreachable
+from stepwire.cli.target import target_option, tenant_option, unreachable
 from stepwire.cli.workload import arrivals_of, show, slo_of, workload_options
 from stepwire.client import AsyncClient, StepwireError
 from stepwire.client.types import Event, SamplingParams
@@ -22,14 +22,15 @@ _DEFAULT_REQUESTS = 1000
 _MAX_LAG_S = 0.05
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option("--concurrency", type=click.IntRange(1, 16_384), help="Closed loop: keep so many requests open.")
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=60.0, help="Send for at most so long.")
 @click.option("--drain", type=click.FloatRange(0), default=60.0, help="Seconds to wait for what is open then.")
 @click.option("--warm-up", type=click.FloatRange(0), default=0.0, help="Leave out what arrives in the first seconds.")
 @click.option("--natural-stop", is_flag=True, help="Let answers end where the model ends them.")
-@click.option("--model", default="", help="Name of the model; by default the only one.")
+@click.option("--model", default="", show_default=False, help="Name of the model; by default the only one.")
 @workload_options
+@tenant_option
 @target_option
 def bench(**options: Any) -> None:
     """Load a running server and report throughput, goodput and times.
@@ -61,7 +62,7 @@ def bench(**options: Any) -> None:
 
 async def _run(options: dict[str, Any]) -> tuple[LoadResult, float]:
     """The result, and the seconds that its records span."""
-    async with AsyncClient(options["target"]) as client:
+    async with AsyncClient(options["target"], tenant=options["tenant"]) as client:
         model = await client.get_model(options["model"])
         bounds = Bounds(
             max_requests=options["requests"] or _DEFAULT_REQUESTS,

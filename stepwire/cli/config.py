@@ -15,7 +15,8 @@ from stepwire.cli.settings_options import Settings, settings_options, shown, str
 from stepwire.supervisor.settings import SupervisorSettings
 from worker_service.settings import WorkerSettings
 
-# What each command builds of its settings, and what it sets itself. The last that has a field shows it.
+# What each command builds of its settings, and what it sets itself, which is no setting. The last that has a
+# field shows it.
 _PARTS: Mapping[str, Sequence[tuple[type[BaseModel], Mapping[str, object]]]] = {
     "serve": ((WorkerSettings, {"host": "127.0.0.1", "port": 0}), (SchedulerSettings, {}), (SupervisorSettings, {})),
     "scheduler": ((SchedulerSettings, {}),),
@@ -40,7 +41,7 @@ def effective(settings: Settings) -> dict[str, object]:
             built = settings.build(model, **fixed)
         except SettingsError:
             continue
-        values |= {name: getattr(built, name) for name in values if name in model.model_fields}
+        values |= {name: getattr(built, name) for name in values if name in model.model_fields and name not in fixed}
     return {name: shown(settings.group.specs[name], value) for name, value in values.items()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from stepwire.cli.errors import CommandError
-from stepwire.cli.target import target_option, unreachable
+from stepwire.cli.target import target_option, tenant_option, unreachable
 from stepwire.client import Client, StepwireError
 from stepwire.telemetry import names
 from stepwire.telemetry.setup import Telemetry
@@ -24,6 +24,7 @@ def connection_options(function: Callable[..., Any]) -> Callable[..., Any]:
     function = click.option("--timeout", type=float, help="Seconds for the whole request; no limit by default.")(
         function
     )
+    function = tenant_option(function)
     function = click.option("--model", default="", help="Name of the model; by default the only one.")(function)
     return target_option(function)
 
@@ -36,7 +37,9 @@ def connect(options: Mapping[str, Any]) -> Iterator[Client]:
     except ValueError as error:
         raise CommandError(f"--otlp-endpoint: {error}") from error
     try:
-        with Client(options["target"], tracer_provider=telemetry.tracer_provider) as client:
+        with Client(
+            options["target"], tenant=options.get("tenant"), tracer_provider=telemetry.tracer_provider
+        ) as client:
             yield client
     except StepwireError as error:
         raise _friendly(error, options) from error

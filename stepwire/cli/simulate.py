@@ -10,7 +10,7 @@ import click
 from scheduler_service.core.config import SchedulerConfig
 from stepwire.cli.errors import CommandError
 from stepwire.cli.workload import arrivals_of, show, slo_of, workload_options
-from stepwire.simulation.cost import HARDWARE, CostModel, Hardware
+from stepwire.simulation.cost import HARDWARE, CostModel, Hardware, ModelShape
 from stepwire.simulation.records import summarise
 from stepwire.simulation.render import pair_lines, summary_lines
 from stepwire.simulation.shapes import SHAPES, find_shape
@@ -20,16 +20,16 @@ from stepwire.simulation.svg import Line, Panel, cumulative
 _DEFAULT_REQUESTS = 1000
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option(
     "--model", required=True, help=f"Checkpoint, of which only headers are read, or one of {', '.join(SHAPES)}."
 )
 @click.option("--dtype", default="auto", help="Type of weights and KV cache; by default the checkpoint's own.")
-@click.option("--hardware", type=click.Choice(list(HARDWARE)), default="h100", help="Device; h100 by default.")
-@click.option("--compute-flops", type=click.FloatRange(0), help="FLOP/s that the device reaches, 0 for no limit.")
-@click.option("--bandwidth-bytes", type=click.FloatRange(0), help="Bytes/s that the device reaches, 0 for no limit.")
-@click.option("--latency", type=click.FloatRange(0), help="Seconds that each step takes on top.")
-@click.option("--memory-bytes", type=click.IntRange(1), help="Memory of the device.")
+@click.option("--hardware", type=click.Choice(list(HARDWARE)), default="h100", help="Device.")
+@click.option("--compute-flops", type=click.FloatRange(0), help="FLOP/s that it reaches instead; 0 for no limit.")
+@click.option("--bandwidth-bytes", type=click.FloatRange(0), help="Bytes/s that it reaches instead; 0 for no limit.")
+@click.option("--latency", type=click.FloatRange(0), help="Seconds that each of its steps takes on top instead.")
+@click.option("--memory-bytes", type=click.IntRange(1), help="Bytes of its memory instead.")
 @click.option("--memory-fraction", type=click.FloatRange(0, 1, min_open=True), default=0.9, help="Part of it to use.")
 @click.option("--num-kv-blocks", type=click.IntRange(1), help="KV blocks; by default what the memory holds.")
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Token positions of one block.")
@@ -44,11 +44,12 @@ def simulate(**options: Any) -> None:
     """Run the scheduler in virtual time: this model, this hardware, these arrivals.
 
     Answers which throughput and which times to expect, how many KV blocks are used, and how often a
-    sequence is preempted. Arrivals come from --rate or --trace.
+    sequence is preempted. Arrivals come from --rate or --trace; at most --requests, by default 1000, or
+    all of the trace.
     """
     if options["rate"] is None and options["trace"] is None:
         raise click.UsageError("give --rate or --trace: when do requests arrive?")
-    cost = CostModel(find_shape(options["model"], options["dtype"]), _hardware(options))
+    cost = CostModel(_shape(options), _hardware(options))
     config = _config(options, cost)
     most = options["requests"] or (None if options["trace"] else _DEFAULT_REQUESTS)
     arrivals = list(itertools.islice(arrivals_of(options), most))
@@ -60,6 +61,13 @@ def simulate(**options: Any) -> None:
     lines = [title, "", *summary_lines(summary), "", *_device_lines(result), "", f"simulated in {seconds:.1f} s"]
     figures = {"simulation": _figures(result, seconds), **summary.as_json()}
     show(options, lines, figures, _panels(result), title)
+
+
+def _shape(options: dict[str, Any]) -> ModelShape:
+    try:
+        return find_shape(options["model"], options["dtype"])
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _hardware(options: dict[str, Any]) -> Hardware:

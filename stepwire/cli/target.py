@@ -16,13 +16,23 @@ def target_option(function: Callable[..., Any]) -> Callable[..., Any]:
         "--target",
         envvar="STEPWIRE_TARGET",
         default=DEFAULT_TARGET,
+        show_default=False,
         metavar="HOST:PORT",
         help=f"Server to talk to. [STEPWIRE_TARGET; {DEFAULT_TARGET}]",
     )(function)
 
 
+def tenant_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--tenant`."""
+    return click.option("--tenant", metavar="NAME", help="On whose account; those of one tenant share what it gets.")(
+        function
+    )
+
+
 def unreachable(target: str, detail: str) -> CommandError:
     """Nobody answers at the target."""
+    if ":" not in target:
+        return CommandError(f"{target!r} names no port: give --target as HOST:PORT, such as {DEFAULT_TARGET}")
     if "refused" in detail.lower():
         return CommandError(f"nobody listens on {target}: start `stepwire serve`, or name another server with --target")
     return CommandError(f"{target} cannot be reached ({detail}): check the address, or name another with --target")

@@ -35,7 +35,7 @@ def traces(context: click.Context, listen: str, page: str) -> None:
         asyncio.run(_receive(address(listen, "--listen"), None if page == "none" else address(page, "--page")))
 
 
-@traces.command()
+@traces.command(short_help="Print one trace as a waterfall.")
 @click.argument("wanted", metavar="[TRACE_OR_REQUEST_ID]", default="")
 @click.option(
     "--page",

@@ -46,9 +46,17 @@ def shape_of_checkpoint(checkpoint: Checkpoint, dtype: str = "auto") -> ModelSha
 
 
 def find_shape(model: str, dtype: str = "auto") -> ModelShape:
-    """The shape of a model by its name in SHAPES, or of a checkpoint by its path. Raises CheckpointError."""
+    """The shape of a model by its name in SHAPES, or of a checkpoint by its path. Raises CheckpointError.
+
+    Raises ValueError for a name that is neither, and for an unknown dtype.
+    """
     known = SHAPES.get(model.lower())
-    return known if known is not None else shape_of_checkpoint(open_checkpoint(Path(model)), dtype)
+    if known is not None:
+        return known
+    path = Path(model)
+    if len(path.parts) == 1 and not path.exists():
+        raise ValueError(f"{model!r} is neither a checkpoint here nor one of {', '.join(SHAPES)}")
+    return shape_of_checkpoint(open_checkpoint(path), dtype)
 
 
 def _llama(name: str, *, layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int) -> ModelShape:

@@ -21,6 +21,11 @@ def test_more_is_refused_by_name(tenant: str, priority: int) -> None:
     assert caught.value.metadata["value"] == str(priority)
 
 
+def test_who_names_no_tenant_is_told_of_none() -> None:
+    with pytest.raises(StepwireError, match="priority is 101; allowed: -100 to 100"):
+        TenantRules().check("", 101)
+
+
 @pytest.mark.parametrize("tenant", ["a b", "x" * 65, "é", "\x00"])
 def test_a_name_is_short_printable_ascii(tenant: str) -> None:
     with pytest.raises(StepwireError) as caught:

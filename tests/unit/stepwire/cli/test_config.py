@@ -47,6 +47,11 @@ def test_of_serve_host_and_port_are_the_schedulers(run_command: Callable[..., An
     assert (values["port"]["value"], values["threads"]["value"], values["log_dir"]["value"]) == (7, 2, "/l")
 
 
+def test_without_a_model_serves_port_is_the_schedulers_all_the_same(run_command: Callable[..., Any]) -> None:
+    done = run_command("config", "serve", "--json")
+    assert (done.exit_code, json.loads(done.stdout)["port"]["value"]) == (2, 50051)
+
+
 def test_a_secret_is_masked(run_command: Callable[..., Any]) -> None:
     done = run_command("config", "worker", "--cluster-key", "hunter2hunter2hunter2")
     assert "hunter2" not in done.stdout

@@ -23,6 +23,13 @@ def test_chat_sends_messages(command: Any) -> None:
     assert [turn.role for turn in with_system.messages.messages] == ["system", "user"]
 
 
+def test_the_tenant_goes_as_metadata(command: Any) -> None:
+    command("generate", "x", "--tenant", "blue")
+    command("generate", "x")
+    blue, nobody = command.service.metadata
+    assert (blue["stepwire-tenant"], "stepwire-tenant" in nobody) == ("blue", False)
+
+
 def test_a_dash_reads_standard_input(command: Any) -> None:
     command("generate", "-", stdin="from a pipe\n")
     assert command.service.requests[0].text == "from a pipe\n"

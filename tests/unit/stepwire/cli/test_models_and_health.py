@@ -27,3 +27,8 @@ def test_health_of_an_unknown_service_and_of_nobody(command: Any) -> None:
     assert (done.exit_code, "NOT_FOUND" in done.stderr) == (1, True)
     command.target = "127.0.0.1:1"
     assert "nobody listens on 127.0.0.1:1" in command("health").stderr
+
+
+def test_a_target_without_a_port_says_what_is_missing(command: Any) -> None:
+    command.target = "stepwire"
+    assert "'stepwire' names no port: give --target as HOST:PORT" in command("models").stderr

@@ -66,6 +66,7 @@ def test_what_clients_ask_for_changes_nothing_but_what_is_known(capsys: pytest.C
         (("--rate", "1", "--max-num-batched-tokens", "8"), 2, "max_step_tokens"),
         (("--rate", "1", "--memory-bytes", "1000"), 1, "--memory-bytes"),
         (("--rate", "1", "--hardware", "abacus"), 2, "h100"),
+        (("--rate", "1", "--model", "llama-3.1"), 2, "llama-3.1-8b"),
     ],
 )
 def test_wrong_use_says_what_is_right(
