@@ -90,7 +90,9 @@ class Waterfall:
         yield legend
 
     def _span_line(self, span: Span, depth: int, columns: _Columns, colour: str, *, is_ascii: bool) -> Text:
-        name = Text.assemble(_indent(depth), ("*" if is_ascii else "●", colour), " ", printable(span.name))
+        indent = _indent(depth)
+        short = _fitting(printable(span.name), columns.name - len(indent) - 2, is_ascii=is_ascii)
+        name = Text.assemble(indent, ("*" if is_ascii else "●", colour), " ", short)
         start = self._column(span.start_ns, columns.bar)
         end = max(start + 1, self._column(span.end_ns, columns.bar) + (span.end_ns >= self.trace.end_ns))
         bar = Text(" " * start + ("#" if is_ascii else "━") * (end - start), style="red" if span.is_error else colour)
@@ -115,6 +117,16 @@ def _line(columns: _Columns, name: Text, service: Text, duration: str, bar: Text
         service.truncate(columns.service - 1, overflow="ellipsis", pad=True)
         line.append_text(service).append(" ")
     return line.append(f"{duration:>{_DURATION_WIDTH}} ").append_text(bar)
+
+
+def _fitting(name: str, width: int, *, is_ascii: bool) -> str:
+    """The name of an RPC without its package, or without its service, where that makes it fit; others as they are."""
+    path, slash, method = name.rpartition("/")
+    if not slash or len(name) <= width:
+        return name
+    service = path.rpartition(".")[2]
+    without_package = f"{service}/{method}"
+    return without_package if len(without_package) <= width else f"{'...' if is_ascii else '…'}/{method}"
 
 
 def _indent(depth: int) -> str:

@@ -48,6 +48,15 @@ def test_lines_fit_the_console(width: int) -> None:
         assert len(line) <= width
 
 
+@pytest.mark.parametrize(
+    ("width", "name"),
+    [(140, "stepwire.v1.WorkerService/LoadModel"), (80, "WorkerService/LoadModel"), (50, "…/LoadModel")],
+)
+def test_of_an_rpc_the_method_is_shown_in_any_width(width: int, name: str) -> None:
+    lines = rendered(trace_of(span("a", name="stepwire.v1.WorkerService/LoadModel", service="s")), width)
+    assert lines[-1].startswith(f"● {name} ")
+
+
 def test_errors_show_their_message() -> None:
     lines = rendered(trace_of(span("a", is_error=True, status_message="rank 0 is gone")))
     assert lines[-1].strip() == "rank 0 is gone"
