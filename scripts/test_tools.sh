@@ -25,15 +25,15 @@ report() {
 
 install() {
     if command -v npm >/dev/null && ! have_node_modules; then
-        npm --prefix tests/node ci --no-audit --no-fund
+        npm --prefix tests/node ci --no-audit --no-fund || echo "npm could not install the Node client"
     fi
     local wanted=()
     have_chromium || wanted+=(chromium)
     command -v promtool >/dev/null || wanted+=(prometheus)
     if [[ ${#wanted[@]} -gt 0 && $EUID == 0 ]] && command -v apt-get >/dev/null; then
-        apt-get update -qq
-        # Services that the packages bring are not to be started.
-        DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends "${wanted[@]}"
+        # Services that the packages bring are not to be started. What cannot be had is reported below.
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+            apt-get install -y -qq --no-install-recommends "${wanted[@]}"; } || echo "apt-get could not install ${wanted[*]}"
     fi
     report
 }
