@@ -65,7 +65,8 @@ class Child:
         """One line: how it ended, what it said last and where its log is. Call it after the end."""
         status = self.status or 0
         how = f"exited with status {status}" if status >= 0 else _signal_text(-status)
-        said = _last_words(self.spec.log_path) if self.spec.log_path else ""
+        # What is no error explains no kill.
+        said = _last_words(self.spec.log_path, errors_only=status < 0) if self.spec.log_path else ""
         where = f"; log: {self.spec.log_path}" if self.spec.log_path else ""
         return f"{self.spec.name} {how}{': ' + said if said else ''}{where}"
 
@@ -83,8 +84,8 @@ def _signal_text(number: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _last_words(path: Path) -> str:
-    """What a log says last: a line that is no record (a crash), else the last error, else the last record."""
+def _last_words(path: Path, *, errors_only: bool) -> str:
+    """What a log says last: a line that is no record (a crash), else the last error, else the last record if wanted."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -97,6 +98,8 @@ def _last_words(path: Path) -> str:
     if _record(lines[-1]) is None or not records:
         return lines[-1]
     errors = [record for record in records if record.get("level") in ("error", "critical")]
+    if errors_only and not errors:
+        return ""
     last = (errors or records)[-1]
     exception = str(last.get("exception") or "").strip().rpartition("\n")[2]
     return ": ".join(str(text) for text in (last.get("message"), last.get("error"), exception) if text)

@@ -148,6 +148,14 @@ async def test_the_last_words_are_a_crash_or_the_last_error(tmp_path: Path, line
     assert stack.lines[0].startswith(f"worker exited with status 1: {words};")
 
 
+async def test_what_is_no_error_explains_no_kill(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, worker=f"import os; print({STOPPED!r}, flush=True); os.kill(os.getpid(), 9)")
+    assert await stack.supervisor.run(forever) == 1
+    assert stack.lines[0] == (
+        f"worker was killed by SIGKILL (the kernel does this when memory runs out); log: {tmp_path / 'worker.log'}"
+    )
+
+
 async def test_a_killed_worker_is_reported_and_the_scheduler_ended(tmp_path: Path) -> None:
     stack = Stack(tmp_path)
 
