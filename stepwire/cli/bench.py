@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from stepwire.cli.target import target_option, tenant_option, unreachable
-from stepwire.cli.workload import arrivals_of, show, slo_of, workload_options
+from stepwire.cli.workload import arrivals_of, has_slo, show, slo_of, workload_options
 from stepwire.client import AsyncClient, StepwireError
 from stepwire.client.types import Event, SamplingParams
 from stepwire.load.generator import Bounds, LoadGenerator, LoadResult
@@ -48,7 +48,7 @@ def bench(**options: Any) -> None:
     summary = summarise(result.records, slo_of(options), seconds)
     lag_s = percentile(sorted(result.lags_s), 99) if result.lags_s else 0.0
     title = f"{options['target']}: {_kind(options)}"
-    lines = [title, "", *summary_lines(summary)]
+    lines = [title, "", *summary_lines(summary, has_slo=has_slo(options))]
     if result.num_warm_up:
         lines += ["", *pair_lines([("warm-up", f"{result.num_warm_up:,} requests, left out")])]
     if lag_s > _MAX_LAG_S:

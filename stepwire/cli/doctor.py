@@ -25,7 +25,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="As JSON, one object a line.")
-@settings_options(SERVE)
+@settings_options(SERVE, needs_all=False)
 def doctor(settings: Settings, *, as_json: bool) -> int:
     """Check this machine for `stepwire serve`, in the order people debug one.
 

@@ -83,8 +83,13 @@ class Settings:
         return _refusal(spec, self.origin(name), self.raw(name))
 
 
-def settings_options(group: SettingsGroup) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds the group's options to a command, whose function gets a `Settings` as its first argument."""
+def settings_options(
+    group: SettingsGroup, *, needs_all: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds the group's options to a command, whose function gets a `Settings` as its first argument.
+
+    Unless the command `needs_all`, its help calls no setting required.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -94,7 +99,7 @@ def settings_options(group: SettingsGroup) -> Callable[[Callable[..., Any]], Cal
 
         command: Callable[..., Any] = wrapper
         for spec in reversed(group.specs.values()):
-            command = _option(spec)(command)
+            command = _option(spec, needs_all=needs_all)(command)
         help_text = f"TOML file with settings. [{CONFIG_VARIABLE}]"
         return click.option("--config", metavar="FILE", type=click.Path(dir_okay=False), help=help_text)(command)
 
@@ -156,8 +161,8 @@ def _refusal(spec: FieldSpec, origin: Origin, value: object) -> str:
     return f"{origin.name}: {shown(spec, value)!r} is not allowed; {spec.name} is {spec.allowed}"
 
 
-def _option(spec: FieldSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    default = _default_text(spec)
+def _option(spec: FieldSpec, *, needs_all: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    default = _default_text(spec) if needs_all or not spec.required else ""
     help_text = f"{spec.description} [{spec.variable}{'; ' + default if default else ''}]"
     if spec.kind == "switch":
         names = f"{spec.flag}/--no-{spec.flag[2:]}"

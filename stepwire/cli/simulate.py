@@ -9,7 +9,7 @@ import click
 
 from scheduler_service.core.config import SchedulerConfig
 from stepwire.cli.errors import CommandError
-from stepwire.cli.workload import arrivals_of, show, slo_of, workload_options
+from stepwire.cli.workload import arrivals_of, has_slo, show, slo_of, workload_options
 from stepwire.simulation.cost import HARDWARE, CostModel, Hardware, ModelShape
 from stepwire.simulation.records import summarise
 from stepwire.simulation.render import pair_lines, summary_lines
@@ -58,7 +58,15 @@ def simulate(**options: Any) -> None:
     seconds = time.perf_counter() - began
     summary = summarise(result.records, slo_of(options))
     title = f"{cost.shape.name} on {cost.hardware.name}: {len(arrivals):,} requests"
-    lines = [title, "", *summary_lines(summary), "", *_device_lines(result), "", f"simulated in {seconds:.1f} s"]
+    lines = [
+        title,
+        "",
+        *summary_lines(summary, has_slo=has_slo(options)),
+        "",
+        *_device_lines(result),
+        "",
+        f"simulated in {seconds:.1f} s",
+    ]
     figures = {"simulation": _figures(result, seconds), **summary.as_json()}
     show(options, lines, figures, _panels(result), title)
 

@@ -98,6 +98,11 @@ def slo_of(options: Mapping[str, Any]) -> Slo:
     return Slo(options["slo_ttft"], options["slo_tpot"])
 
 
+def has_slo(options: Mapping[str, Any]) -> bool:
+    """Whether the options say what counts as good."""
+    return any(options[name] is not None for name in ("slo_ttft", "slo_tpot", "deadline"))
+
+
 def show(
     options: Mapping[str, Any], lines: list[str], figures: Mapping[str, Any], panels: list[Panel], title: str
 ) -> None:

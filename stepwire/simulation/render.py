@@ -12,12 +12,12 @@ _NAMES = {
 }
 
 
-def summary_lines(summary: Summary) -> list[str]:
-    """Counts and rates, then a table of times in milliseconds."""
+def summary_lines(summary: Summary, *, has_slo: bool = True) -> list[str]:
+    """Counts and rates, then a table of times in milliseconds; goodput only where something says what is good."""
     rows = [
         ("requests", f"{summary.num_requests:,} in {summary.duration_s:,.1f} s"),
         ("finished", f"{summary.num_finished:,} ({summary.requests_per_s:,.2f}/s)"),
-        ("within the SLO", f"{summary.num_good:,} ({summary.goodput:,.2f}/s)"),
+        *([("within the SLO", f"{summary.num_good:,} ({summary.goodput:,.2f}/s)")] if has_slo else []),
         ("output tokens", f"{summary.num_output_tokens:,} ({summary.output_tokens_per_s:,.1f}/s)"),
         ("prompt tokens", f"{summary.num_prompt_tokens:,}, {summary.num_cached_tokens:,} of them cached"),
         *((f"failed: {reason}", f"{count:,}") for reason, count in summary.errors.items()),

@@ -56,3 +56,8 @@ def test_a_variable_that_nothing_reads_is_a_warning(
     assert "STEPWIRE_PROT" in done.stdout
     assert "did you mean STEPWIRE_PORT?" in done.stdout
     assert done.exit_code == 0
+
+
+def test_its_help_calls_no_setting_required(run_command: Callable[..., Any]) -> None:
+    assert "required" not in run_command("doctor", "--help").stdout
+    assert "STEPWIRE_MODEL; required" in run_command("serve", "--help").stdout

@@ -52,6 +52,14 @@ def test_the_report_is_readable_and_the_plot_is_drawn(capsys: pytest.CaptureFixt
     assert len(ElementTree.parse(plot).getroot().findall(".//{http://www.w3.org/2000/svg}polyline")) == 6
 
 
+def test_goodput_is_shown_where_something_says_what_is_good(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--rate", "5", "--requests", "5")
+    assert run([*BASE, *few]) == 0
+    assert "SLO" not in capsys.readouterr().out
+    assert run([*BASE, *few, "--slo-ttft", "1"]) == 0
+    assert "within the SLO" in capsys.readouterr().out
+
+
 def test_what_clients_ask_for_changes_nothing_but_what_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     answer = figures(capsys, "--rate", "20", "--requests", "20", "--output-tokens", "7", "--max-tokens", "500")
     assert answer["output_tokens"] == 140
