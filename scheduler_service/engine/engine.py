@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -179,10 +179,11 @@ class Engine:
         validator.check_prompt(prompt)
         return await self._token_ids(served, prompt)
 
-    async def detokenize(self, model: str, token_ids: list[int], *, keep_special_tokens: bool) -> str:
-        """The text of token ids."""
+    async def detokenize(self, model: str, token_ids: Sequence[int], *, keep_special_tokens: bool) -> str:
+        """The text of token ids, of at most a context's length."""
         self._check_model(model)
-        _, _, served = self._require_model()
+        _, validator, served = self._require_model()
+        validator.check_detokenize(token_ids)
         return await served.tokens.decode(token_ids, keep_special_tokens=keep_special_tokens)
 
     async def generate(self, call: GenerateInput) -> AsyncGenerator[Event, None]:
@@ -224,6 +225,7 @@ class Engine:
             if self._num_calls == 0:
                 self._no_calls.set()
             self._note_end(request_id, trace, live, error)
+            error = None  # its traceback leads back here
 
     # Admission.
 

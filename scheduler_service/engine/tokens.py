@@ -57,14 +57,16 @@ class Tokens:
         if not text.isascii():
             _check_unicode(text)
         with _panics_as_errors():
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch of one: `encode` keeps the interpreter to itself, and a long text would hold up everybody.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         self.check_ids(ids, "text")
         return ids
 
     def _decode(self, token_ids: list[int], keep_special_tokens: bool) -> str:
         with _panics_as_errors():
-            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=not keep_special_tokens)
-        return text
+            (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=not keep_special_tokens)
+        return str(text)
 
 
 @contextmanager

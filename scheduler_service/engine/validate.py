@@ -57,6 +57,10 @@ class Validator:
         max_tokens = None if given.max_tokens is None else _check_range("max_tokens", given.max_tokens, 1, 2**31 - 1)
         return Checked(self._sampling(given), _check_stop(given.stop), max_tokens, _int("n", given.n, 1, (1, MAX_N)))
 
+    def check_detokenize(self, token_ids: Sequence[int]) -> None:
+        """Checks that there are no more ids than a context holds."""
+        check_count("token_ids", len(token_ids), self._max_model_len)
+
     def check_prompt(self, prompt: Prompt | None) -> None:
         """Checks that there is a prompt and that it is worth tokenizing."""
         if prompt is None:
@@ -111,7 +115,7 @@ class Validator:
         )
 
     def _check_stop_tokens(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        _check_count("stop_token_ids", len(token_ids), MAX_STOP_TOKENS)
+        check_count("stop_token_ids", len(token_ids), MAX_STOP_TOKENS)
         for token_id in token_ids:
             if not 0 <= token_id < self._vocab_size:
                 raise StepwireError(
@@ -124,7 +128,7 @@ class Validator:
     def _check_messages(self, prompt: ChatPrompt) -> None:
         if not prompt.messages:
             raise _empty("messages")
-        _check_count("messages", len(prompt.messages), MAX_MESSAGES)
+        check_count("messages", len(prompt.messages), MAX_MESSAGES)
         for message in prompt.messages:
             if not 1 <= len(message.role) <= MAX_ROLE_CHARACTERS:
                 raise _out_of_range("role", f"{len(message.role)} characters", f"1 to {MAX_ROLE_CHARACTERS} characters")
@@ -177,7 +181,7 @@ def _check_request_id(request_id: str) -> None:
 
 
 def _check_stop(strings: Sequence[str]) -> StopStrings | None:
-    _check_count("stop", len(strings), MAX_STOP_STRINGS)
+    check_count("stop", len(strings), MAX_STOP_STRINGS)
     for string in strings:
         if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
             raise _out_of_range(
@@ -186,7 +190,8 @@ def _check_stop(strings: Sequence[str]) -> StopStrings | None:
     return StopStrings(strings) if strings else None
 
 
-def _check_count(field: str, count: int, limit: int) -> None:
+def check_count(field: str, count: int, limit: int) -> None:
+    """Raises FIELD_OUT_OF_RANGE for a list with more than `limit` entries. Looks at none of them."""
     if count > limit:
         raise _out_of_range(field, f"{count} entries", f"at most {limit} entries")
 

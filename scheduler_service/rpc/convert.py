@@ -1,8 +1,13 @@
-"""Messages of InferenceService to the engine's values and back."""
+"""Messages of InferenceService to the engine's values and back.
+
+A list in a message may have millions of entries. It is passed on as it stands, and copied by nobody
+before the validator has seen its length.
+"""
 
 from google.protobuf import duration_pb2
 
 from scheduler_service.core.request import FinishReason
+from scheduler_service.engine.validate import MAX_MESSAGES, check_count
 from scheduler_service.engine.values import (
     ChatMessage,
     ChatPrompt,
@@ -58,14 +63,16 @@ def generate_input(request: pb.GenerateRequest, deadline_s: float | None, tenant
 
 
 def prompt_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt | None:
-    """The prompt; None when it is missing."""
+    """The prompt; None when it is missing. Raises StepwireError for more messages than a prompt may have."""
     kind = request.WhichOneof("prompt")
     if kind == "text":
         return TextPrompt(request.text)
     if kind == "messages":
-        return ChatPrompt(tuple(ChatMessage(turn.role, turn.content) for turn in request.messages.messages))
+        turns = request.messages.messages
+        check_count("messages", len(turns), MAX_MESSAGES)
+        return ChatPrompt(tuple(ChatMessage(turn.role, turn.content) for turn in turns))
     if kind == "token_ids" and isinstance(request, pb.GenerateRequest):
-        return TokenPrompt(list(request.token_ids.ids))
+        return TokenPrompt(request.token_ids.ids)
     return None
 
 
@@ -73,8 +80,8 @@ def _sampling_input(sampling: pb.SamplingParams) -> SamplingInput:
     given = {name: getattr(sampling, name) for name in _OPTIONAL_SAMPLING if sampling.HasField(name)}  # type: ignore[arg-type]  # names of optional fields
     return SamplingInput(
         **given,
-        stop=tuple(sampling.stop),
-        stop_token_ids=tuple(sampling.stop_token_ids),
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
     )
 

@@ -132,19 +132,25 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except (grpc.aio.AbortError, grpc.aio.InternalError):
                 raise
             except Exception as error:
-                await abort(context, _public_error(error, details.method))
+                end_with(context, _public_error(error, details.method))
+                # It leads to the frames it came through, and those to the request, which may be large.
+                error.__traceback__ = None
+                return None
 
         deserializer = handler.request_deserializer if parse is None else None
         return _rebuild(handler, guarded, deserializer=deserializer)
 
 
-async def abort(context: Any, error: StepwireError) -> None:
-    """Ends a call with an error. Always raises.
+def end_with(context: Any, error: StepwireError) -> None:
+    """Gives a call an error as its status. Its handler is to return None then.
 
-    Not by `abort_with_status`: that one leaves no code in the context for the span to show.
+    Not by `context.abort`: gRPC keeps the exception which that raises, and with it every frame on its way, in a
+    cycle with the context, so that what a refused request held would stay until the garbage collector comes.
     """
     status = to_status(error)
-    await context.abort(error.code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+    context.set_code(error.code)
+    context.set_details(status.message)
+    context.set_trailing_metadata(((STATUS_DETAILS_KEY, status.SerializeToString()),))
 
 
 def _public_error(error: Exception, method: str) -> StepwireError:
@@ -169,7 +175,7 @@ def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
 
 async def _refuse(_request: Any, context: Any) -> None:
     message = "the call carries no valid key: send it as metadata `authorization: Bearer <key>`"
-    await abort(context, StepwireError("UNAUTHENTICATED", message))
+    end_with(context, StepwireError("UNAUTHENTICATED", message))
 
 
 def _behaviour_of(handler: "_Handler | None") -> Behaviour | None:

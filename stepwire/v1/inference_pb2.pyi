@@ -595,7 +595,7 @@ class DetokenizeRequest(_message.Message):
     """Keep special tokens in the text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids."""
+        """The ids: at most `max_model_len`."""
 
     def __init__(
         self,

@@ -1,12 +1,14 @@
 """Bad input: each costs its caller one clear error with the right status, and nobody else anything."""
 
 import asyncio
+import gc
 import math
 from typing import Any
 
 import grpc
 import pytest
 
+from scheduler_service.engine.values import GenerateInput
 from stepwire.rpc.errors import StepwireError, from_rpc_error
 from stepwire.v1 import inference_pb2 as pb
 from tests.support.scheduler_server import RunningScheduler, running_scheduler, tokens_of, until
@@ -203,6 +205,40 @@ async def test_unary_calls_refuse_bad_input_too() -> None:
         ]
         for call, reason in calls:
             assert (await _error_of(call)).reason == reason
+
+
+async def test_more_ids_than_a_context_holds_are_not_detokenized() -> None:
+    async with running_scheduler(max_model_len=64) as scheduler:
+        stub = scheduler.stub
+        assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=[70] * 64), timeout=5)).text
+        error = await _error_of(stub.Detokenize(pb.DetokenizeRequest(token_ids=[70] * 65), timeout=5))
+        assert (error.reason, error.metadata["field"]) == ("FIELD_OUT_OF_RANGE", "token_ids")
+        assert error.metadata["allowed"] == "at most 64 entries"
+
+
+async def test_messages_beyond_the_most_are_refused() -> None:
+    async with running_scheduler() as scheduler:
+        messages = pb.ChatMessages(messages=[pb.ChatMessage(role="user")] * 4097)
+        error = await scheduler.error_of(messages=messages)
+        assert (error.reason, error.metadata["field"]) == ("FIELD_OUT_OF_RANGE", "messages")
+
+
+@pytest.mark.parametrize("fields", [{"model": "other"}, {"request_id": "a b"}, {"sampling": {"n": 65}}])
+async def test_a_refused_request_leaves_nothing_behind(fields: dict[str, Any]) -> None:
+    async with running_scheduler() as scheduler:
+        gc.collect()
+        gc.disable()
+        try:
+            await scheduler.error_of(text="x", **fields)
+            await asyncio.sleep(0.05)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            kept = [found for found in gc.garbage if isinstance(found, GenerateInput | StepwireError)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert not kept
 
 
 async def test_broken_utf8_is_refused() -> None:

@@ -1,6 +1,8 @@
 """What a server's calls look like to clients and in traces, over real gRPC, however they end."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -357,3 +359,27 @@ async def test_an_unknown_method_is_unimplemented() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.channel.unary_unary(f"/{SERVICE}/Nothing")(b"", timeout=5)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_a_refused_call_held_is_free_without_the_garbage_collector(kind: str) -> None:
+    class Held:
+        """Stands for a large request."""
+
+    seen: list[weakref.ref[Held]] = []
+
+    async def script() -> None:
+        held = Held()
+        seen.append(weakref.ref(held))
+        raise StepwireError("FIELD_INVALID", "no")
+
+    gc.disable()
+    try:
+        async with running(Probe(script)) as rig:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await rig.outcome(kind)
+            await rig.span()
+            await asyncio.sleep(0.05)
+            assert [reference() for reference in seen] == [None]
+    finally:
+        gc.enable()

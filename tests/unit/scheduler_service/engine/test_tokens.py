@@ -1,5 +1,7 @@
 """The tokenizer off the event loop."""
 
+import asyncio
+
 import pytest
 
 from scheduler_service.engine.tokens import Tokens
@@ -44,7 +46,7 @@ class Panicking:
     def get_added_tokens_decoder(self) -> dict[int, object]:
         return {}
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> None:
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> None:
         raise Panic("index out of bounds")
 
 
@@ -56,4 +58,16 @@ async def test_a_panic_is_an_exception() -> None:
     tokens = Tokens(Panicking(), 10)
     with pytest.raises(RuntimeError, match="index out of bounds"):
         await tokens.encode("x", add_special_tokens=False)
+    tokens.close()
+
+
+async def test_a_long_text_does_not_hold_up_the_event_loop() -> None:
+    tokens = Tokens(tiny_tokenizer(), 320)
+    encoding = asyncio.ensure_future(tokens.encode("hello world " * 80_000, add_special_tokens=False))
+    num_turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert len(await encoding) > 80_000
+    assert num_turns > 20
     tokens.close()

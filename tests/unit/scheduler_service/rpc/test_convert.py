@@ -8,7 +8,7 @@ from stepwire.v1 import inference_pb2 as pb
 
 def test_what_the_client_left_out_stays_unsaid() -> None:
     call = generate_input(pb.GenerateRequest(text="x"), None, "")
-    assert call.sampling == SamplingInput()
+    assert call.sampling == SamplingInput(stop=[], stop_token_ids=[])
     assert (call.prompt, call.deadline_s) == (TextPrompt("x"), None)
 
 
@@ -24,6 +24,21 @@ def test_prompts_are_told_apart_even_when_empty() -> None:
     assert prompt_of(pb.GenerateRequest()) is None
     assert prompt_of(pb.GenerateRequest(text="")) == TextPrompt("")
     assert prompt_of(pb.GenerateRequest(token_ids=pb.TokenIds())) == TokenPrompt([])
+
+
+def test_lists_are_not_copied_before_anybody_has_seen_their_length() -> None:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[1, 2]), sampling=pb.SamplingParams(stop=["a"], stop_token_ids=[3])
+    )
+    call = generate_input(request, None, "")
+    assert isinstance(call.prompt, TokenPrompt)
+    for passed_on in (call.prompt.token_ids, call.sampling.stop, call.sampling.stop_token_ids):
+        assert not isinstance(passed_on, list | tuple)
+    assert (list(call.prompt.token_ids), list(call.sampling.stop), list(call.sampling.stop_token_ids)) == (
+        [1, 2],
+        ["a"],
+        [3],
+    )
 
 
 def test_an_output_says_what_ended_it() -> None:
