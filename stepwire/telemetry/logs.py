@@ -23,12 +23,14 @@ def configure_logging(
 
     "json" writes one object a line; "pretty" is for people; "auto" is pretty on a terminal only.
     Every record has time, level, service, logger, and trace_id, span_id and request_id where they
-    are known: bind the latter by `structlog.contextvars`. Replaces an earlier configuration.
+    are known: bind the latter by `structlog.contextvars`. Pretty ones have the time of day in UTC, and
+    neither service nor span_id. Replaces an earlier configuration.
     Raises ValueError for a level that does not exist.
     """
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise ValueError(f"log level {level!r} is none of debug, info, warning, error, critical")
+    is_elsewhere = stream is not None
     stream = stream or sys.stderr
     is_pretty = format == "pretty" or (format == "auto" and stream.isatty())
     shared: list[Processor] = [
@@ -51,7 +53,7 @@ def configure_logging(
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(stream) if is_elsewhere else _StderrHandler()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -70,12 +72,31 @@ def configure_logging(
 
 def _renderers(*, is_pretty: bool, colors: bool) -> Sequence[Processor]:
     if is_pretty:
-        return [structlog.dev.ConsoleRenderer(colors=colors, timestamp_key="time", pad_event_to=0)]
+        return [_for_people, structlog.dev.ConsoleRenderer(colors=colors, timestamp_key="time", pad_event_to=0)]
     return [
         structlog.processors.format_exc_info,
         structlog.processors.EventRenamer("message"),
         structlog.processors.JSONRenderer(ensure_ascii=False, default=str),
     ]
+
+
+def _for_people(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Leaves out what a line in one terminal needs not; a trace is found by its id alone."""
+    event.pop("service", None)
+    event.pop("span_id", None)
+    event["time"] = str(event["time"])[11:19]
+    return event
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what is standard error at the time: a progress bar replaces it to keep records out of its line."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 class _AddService:

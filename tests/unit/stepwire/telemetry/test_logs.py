@@ -1,6 +1,7 @@
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +86,16 @@ def test_pretty_is_not_json() -> None:
     logging.getLogger("b").info("there")
     assert "hello" in stream.getvalue() and "answer=42" in stream.getvalue() and "there" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
+    assert re.match(r"\d\d:\d\d:\d\d ", stream.getvalue())
+    assert "service" not in stream.getvalue()
+
+
+def test_records_go_to_what_is_standard_error_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_logging(format="json", level="info", service="s")
+    bar = io.StringIO()
+    monkeypatch.setattr("sys.stderr", bar)
+    structlog.stdlib.get_logger("a").info("above the bar")
+    assert [record["message"] for record in records(bar)] == ["above the bar"]
 
 
 def test_an_unknown_level_is_refused() -> None:
