@@ -25,6 +25,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.deadlines import Deadlines
 from scheduler_service.core.errors import DuplicateRequest, NeverFits, QueueFull
 from scheduler_service.core.kv_blocks import BlockManager
+from scheduler_service.core.live import LiveSequences
 from scheduler_service.core.plan import EndEvent, NewSequence, StepPlan, StepResult, TokenEvent
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.request import FinishReason, Request, Sequence, SequenceState
@@ -54,15 +55,12 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._draining: list[Sequence] = []
         self._in_flight: deque[StepPlan] = deque()
-        self._requests: dict[str, list[Sequence]] = {}
-        self._sequences: dict[int, Sequence] = {}
-        self._siblings: dict[int, list[Sequence]] = {}
+        self._live = LiveSequences()
         self._deadlines = Deadlines()
         self._queued_tokens = 0
         self._finished_ids: list[int] = []
         self._preempted_ids: list[int] = []
         self._next_step_id = 1
-        self._next_sequence_id = 1
         self._applied_at = clock()
 
     # What stands where.
@@ -80,7 +78,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold none: queued, held back for a sibling, or preempted."""
-        return len(self._sequences) - len(self._running)
+        return len(self._live) - len(self._running)
 
     @property
     def num_free_blocks(self) -> int:
@@ -95,11 +93,11 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing lives, nothing is in flight, and the workers have been told so."""
-        return not (self._sequences or self._in_flight or self._finished_ids or self._preempted_ids)
+        return not (self._live.by_id or self._in_flight or self._finished_ids or self._preempted_ids)
 
     def sequences_of(self, request_id: str) -> list[Sequence]:
         """The live sequences of a request."""
-        return list(self._requests.get(request_id, ()))
+        return self._live.of(request_id)
 
     # Requests come and go.
 
@@ -109,36 +107,15 @@ class Scheduler:
         Raises DuplicateRequest, NeverFits or QueueFull, and then nothing has changed.
         """
         self._check_admissible(request)
-        prompt_len = len(request.prompt_token_ids)
-        # Not copied before it starts: of a waiting sequence it is the request's and does not change.
-        prompt = cast(list[int], request.prompt_token_ids)
         arrival = self._clock()
-        first_id = self._next_sequence_id
-        self._next_sequence_id += request.n
-        sequences = [
-            Sequence(
-                sequence_id=first_id + index,
-                index=index,
-                request=request,
-                arrival=arrival,
-                token_ids=prompt,
-                kv_limit=prompt_len + request.max_tokens - 1,
-                keys=self._blocks.key_chain(request),
-            )
-            for index in range(request.n)
-        ]
-        self._requests[request.request_id] = list(sequences)
-        self._sequences.update((sequence.sequence_id, sequence) for sequence in sequences)
-        self._queued_tokens += request.n * prompt_len
+        sequences = self._live.add(request, arrival, self._blocks.key_chain)
+        self._queued_tokens += request.n * len(request.prompt_token_ids)
         self._tenants.enter(request.tenant, request.n)
-        leader, *siblings = sequences
-        self._waiting.push(leader, arrival)
-        if siblings:
-            self._siblings[leader.sequence_id] = siblings
-            if self._blocks.num_shared_blocks(request) == 0:
-                self._release_siblings(leader)
+        self._waiting.push(sequences[0], arrival)
+        if self._blocks.num_shared_blocks(request) == 0:
+            self._release_siblings(sequences[0])
         if request.deadline is not None:
-            self._deadlines.add(request, arrival, self._is_live)
+            self._deadlines.add(request, arrival, self._live.is_live)
         return sequences
 
     def end_request(self, request_id: str, reason: FinishReason) -> list[EndEvent]:
@@ -150,7 +127,7 @@ class Scheduler:
 
     def end_sequence(self, sequence_id: int, reason: FinishReason) -> None:
         """Ends one sequence that the caller knows to be complete, by a stop string. Unknown ids are ignored."""
-        sequence = self._sequences.get(sequence_id)
+        sequence = self._live.by_id.get(sequence_id)
         if sequence is not None:
             self._finish(sequence, reason)
 
@@ -158,10 +135,10 @@ class Scheduler:
         """Ends the requests whose deadline has passed, and those that have not started and cannot meet it any more."""
         ended: list[EndEvent] = []
         now = self._clock()
-        for request in list(self._deadlines.due(now, self._is_live)):
+        for request in list(self._deadlines.due(now, self._live.is_live)):
             check_at = self._next_deadline_check(request)
             if check_at > now:
-                self._deadlines.add(request, check_at, self._is_live)
+                self._deadlines.add(request, check_at, self._live.is_live)
             else:
                 self.stats.num_hopeless += now < cast(float, request.deadline)
                 ended += self.end_request(request.request_id, FinishReason.DEADLINE)
@@ -169,7 +146,7 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do next, on the scheduler's clock."""
-        return self._deadlines.next(self._is_live)
+        return self._deadlines.next(self._live.is_live)
 
     # Steps.
 
@@ -232,12 +209,9 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises RuntimeError when blocks leak, are held twice, or a sequence stands in two places."""
         self._blocks.check_integrity(self._running)
-        held_back = [sequence for siblings in self._siblings.values() for sequence in siblings]
-        places = [*self._running, *self._draining, *self._waiting, *held_back]
-        if sorted(s.sequence_id for s in places) != sorted(self._sequences):
-            raise RuntimeError("the live sequences are not those that run, wait, drain or are held back, each once")
-        if sorted(s.sequence_id for rest in self._requests.values() for s in rest) != sorted(self._sequences):
-            raise RuntimeError("requests and sequences disagree")
+        places = [*self._running, *self._draining, *self._waiting]
+        self._live.check_integrity(places)
+        held_back = [sequence for siblings in self._live.held_back.values() for sequence in siblings]
         if self._queued_tokens != sum(len(s.token_ids) for s in [*self._waiting, *held_back]):
             raise RuntimeError("queued tokens are counted wrong")
         if len(self._waiting) != sum(1 for _ in self._waiting):
@@ -249,7 +223,7 @@ class Scheduler:
 
     def _check_admissible(self, request: Request) -> None:
         config, prompt_len = self.config, len(request.prompt_token_ids)
-        if request.request_id in self._requests:
+        if request.request_id in self._live:
             raise DuplicateRequest(request.request_id)
         needed = self._blocks.num_blocks_for(prompt_len + request.max_tokens - 1)
         if needed > config.num_blocks:
@@ -260,10 +234,6 @@ class Scheduler:
         if self._queued_tokens and self._queued_tokens + request.n * prompt_len > config.max_queued_tokens:
             raise QueueFull("prompt tokens", config.max_queued_tokens, retry_after_s)
 
-    def _is_live(self, request: Request) -> bool:
-        sequences = self._requests.get(request.request_id)
-        return sequences is not None and sequences[0].request is request
-
     def _next_deadline_check(self, request: Request) -> float:
         """When a request with a deadline is to be looked at next; a time that has passed means that it must end.
 
@@ -271,7 +241,7 @@ class Scheduler:
         would just meet the deadline.
         """
         deadline = cast(float, request.deadline)
-        sequences = self._requests[request.request_id]
+        sequences = self._live.of(request.request_id)
         if any(s.state is not SequenceState.WAITING or s.last_step for s in sequences):
             return deadline
         num = sequences[0].prompt_token_count
@@ -347,7 +317,7 @@ class Scheduler:
         self._blocks.advance(sequence, num)
         if sequence.computed == known:
             sequence.pending += 1
-        if sequence.sequence_id in self._siblings:
+        if sequence.sequence_id in self._live.held_back:
             shared = self._blocks.num_shared_blocks(sequence.request) * self.config.block_size
             if sequence.computed >= shared:
                 plan.leaders.append(sequence)
@@ -450,7 +420,7 @@ class Scheduler:
     # Answers and ends.
 
     def _apply_tokens(self, result: StepResult, events: list[Event]) -> None:
-        live, stopped, logprobs = self._sequences, result.stopped_sequence_ids, result.logprobs
+        live, stopped, logprobs = self._live.by_id, result.stopped_sequence_ids, result.logprobs
         if self._tenants.is_contested:
             tenants = Counter(live[i].request.tenant for i in result.sequence_ids if i in live)
             for tenant, num in tenants.items():
@@ -486,30 +456,16 @@ class Scheduler:
             self._draining.remove(sequence)
         else:
             self._queued_tokens -= len(sequence.token_ids)
-            if not self._drop_sibling(sequence):
+            if not self._live.drop_held_back(sequence):
                 self._waiting.note_departure()
-        del self._sequences[sequence.sequence_id]
-        rest = self._requests[sequence.request.request_id]
-        rest.remove(sequence)
+        self._live.remove(sequence)
         self._tenants.leave(sequence.request.tenant)
-        if not rest:
-            del self._requests[sequence.request.request_id]
-        if sequence.sequence_id in self._siblings:
-            self._release_siblings(sequence)
+        self._release_siblings(sequence)
 
     def _release_siblings(self, leader: Sequence) -> None:
         """Lets the siblings of a leader wait in the queue: what they share is computed, or never will be."""
-        for sibling in self._siblings.pop(leader.sequence_id, ()):
+        for sibling in self._live.take_held_back(leader):
             self._waiting.push(sibling, self._clock())
-
-    def _drop_sibling(self, sequence: Sequence) -> bool:
-        """Takes a held-back sequence away from its leader; False when it is not held back."""
-        leader = self._requests[sequence.request.request_id][0]
-        siblings = self._siblings.get(leader.sequence_id, [])
-        if sequence not in siblings:
-            return False
-        siblings.remove(sequence)
-        return True
 
     def _fail_sequence(self, plan: StepPlan, sequence_id: int, message: str) -> list[Event]:
         """Ends a sequence that failed in a step, and restarts those that share what it failed to write."""
@@ -518,7 +474,7 @@ class Scheduler:
         index = plan.sequence_ids.index(sequence_id)
         sequence, good = plan.sequences[index], plan.computed_token_counts[index]
         spoiled = self._blocks.unpublish(sequence, good)
-        is_live = sequence_id in self._sequences
+        is_live = sequence_id in self._live.by_id
         if is_live:
             self._finish(sequence, FinishReason.ERROR)
         # Whoever holds a spoiled block started in this step or later, so the steps in flight name it.
@@ -539,13 +495,7 @@ class Scheduler:
             self._preempt(sequence)
         if sequence.state is not SequenceState.PREEMPTED:
             return
-        siblings = self._siblings.pop(sequence.sequence_id, None)
-        del self._sequences[sequence.sequence_id]
-        sequence.sequence_id = self._next_sequence_id
-        self._next_sequence_id += 1
-        self._sequences[sequence.sequence_id] = sequence
-        if siblings is not None:
-            self._siblings[sequence.sequence_id] = siblings
+        self._live.renew_id(sequence)
         sequence.pending = 0
         self._draining.remove(sequence)
         self._enqueue(sequence)
