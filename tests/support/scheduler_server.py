@@ -87,6 +87,7 @@ async def running_scheduler(
     chat_template: str | None = CHAT_TEMPLATE,
     step_timeout_s: float = 30.0,
     max_queued_requests: int = 1024,
+    tenants: TenantRules | None = None,
     **plan_changes: Any,
 ) -> AsyncIterator[RunningScheduler]:
     """A scheduler that serves."""
@@ -95,7 +96,7 @@ async def running_scheduler(
     worker_server = FakeWorkerServer(worker)
     await worker_server.start(tracer_provider)
     tracer = get_tracer(tracer_provider)
-    engine = Engine(MODEL, tracer, TenantRules())
+    engine = Engine(MODEL, tracer, tenants or TenantRules())
     server = create_server(tracer_provider=tracer_provider, max_message_bytes=64 << 20)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine), server)
     add_standard_services(server, [SERVICE_NAME])
@@ -120,6 +121,7 @@ async def running_scheduler(
             max_running=plan.max_sequences,
             max_step_tokens=plan.max_step_tokens,
             max_queued_requests=max_queued_requests,
+            tenant_weights={} if tenants is None else tenants.weights,
         )
         await engine.begin(model, started, config, step_timeout_s=step_timeout_s)
         stub = InferenceServiceStub(channel)
