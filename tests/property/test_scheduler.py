@@ -5,12 +5,13 @@ import random
 from collections import deque
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import NeverFits, QueueFull
-from scheduler_service.core.plan import EndEvent, StepPlan
+from scheduler_service.core.plan import EndEvent, StepPlan, StepResult
 from scheduler_service.core.request import FinishReason, Request, Sequence
 from scheduler_service.core.scheduler import Event, Scheduler
 from tests.support.model_worker import ModelWorker, undisturbed
@@ -118,6 +119,15 @@ class SchedulerHistory(RuleBasedStateMachine):
         plan = self.sent.popleft()
         self.deliver(self.scheduler.apply(self.worker.execute(plan, fail)))
         self.now += 1
+
+    @precondition(lambda self: self.sent)
+    @rule(late=st.integers(-2, 3))
+    def answer_out_of_order(self, late: int) -> None:
+        """An answer that comes twice, or before its turn, is refused and changes nothing."""
+        step_id = self.sent[0].step_id + late
+        if late:
+            with pytest.raises(ValueError, match=f"step {step_id}"):
+                self.scheduler.apply(StepResult(step_id, [], []))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
