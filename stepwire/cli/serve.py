@@ -32,7 +32,7 @@ _SCHEDULER_EXIT_S = 10.0
 def serve_here(settings: Settings) -> int:
     """Serves until a signal comes or a child ends. Returns the exit status.
 
-    Raises CheckpointError and AddressInUse before anything is started.
+    Raises CheckpointError and AddressInUse before anything is started, and LogError with nothing left running.
     """
     started = time.monotonic()
     scheduler, worker, supervisor = plan(settings)

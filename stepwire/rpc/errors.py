@@ -88,6 +88,11 @@ def known_reasons() -> frozenset[str]:
     return frozenset(name.removeprefix("ERROR_REASON_") for name in names) - {"UNSPECIFIED"}
 
 
+def invalid_message(error: DecodeError) -> StepwireError:
+    """The error of a request that is no message of its type."""
+    return StepwireError("FIELD_INVALID", f"the request is no valid message: {error}", {"cause": str(error)})
+
+
 def to_status(error: StepwireError) -> status_pb2.Status:
     """The wire form of an error; texts that would not fit into a call's trailers are cut."""
     metadata = {key: _shortened(value, _MAX_METADATA_BYTES) for key, value in error.metadata.items()}

@@ -22,7 +22,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, TracerProvider
 
-from stepwire.rpc.errors import STATUS_DETAILS_KEY, StepwireError, to_status
+from stepwire.rpc.errors import STATUS_DETAILS_KEY, StepwireError, invalid_message, to_status
 from stepwire.telemetry import names
 from stepwire.telemetry.trace import context_from_metadata, current_span, end_rpc_span, get_tracer, traceparent
 
@@ -158,6 +158,8 @@ def _public_error(error: Exception, method: str) -> StepwireError:
         error = error.exceptions[0]
     if isinstance(error, StepwireError):
         return error
+    if isinstance(error, DecodeError):  # Of a stream: what came was read within the handler.
+        return invalid_message(error)
     current_span().record_exception(error)
     _log.error("handler_failed", method=method.lstrip("/"), exc_info=error)
     context = traceparent(current_span())
@@ -169,8 +171,7 @@ def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
     try:
         return parse(data)
     except DecodeError as error:
-        text = f"the request is no valid message: {error}"
-        raise StepwireError("FIELD_INVALID", text, {"cause": str(error)}) from error
+        raise invalid_message(error) from error
 
 
 async def _refuse(_request: Any, context: Any) -> None:

@@ -15,6 +15,10 @@ from stepwire.supervisor.parent import SUPERVISOR_VARIABLE
 _TAIL_BYTES = 65_536
 
 
+class LogError(OSError):
+    """A child's log cannot be written; the text names it, the cause and the remedy."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """What to start. Output goes to `log_path`, or to the supervisor's own output for None."""
@@ -34,7 +38,7 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> "Child":
-        """Starts it. Raises OSError when it cannot be started."""
+        """Starts it. Raises OSError when it cannot be started, LogError when its log cannot be written."""
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(_open_log(spec.log_path)) if spec.log_path else None
             process = await asyncio.create_subprocess_exec(
@@ -72,10 +76,14 @@ class Child:
 
 
 def _open_log(path: Path) -> BinaryIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        path.replace(path.with_suffix(".previous.log"))
-    return path.open("wb")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.replace(path.with_suffix(".previous.log"))
+        return path.open("wb")
+    except OSError as error:
+        text = f"logs cannot be written to {path} ({error.strerror or error}): choose another folder with --log-dir"
+        raise LogError(error.errno or 0, text) from error
 
 
 def _signal_text(number: int) -> str:

@@ -108,7 +108,8 @@ class Supervisor:
             if child.status is None and not self._kill.is_set():
                 self._report(f"{child.spec.name} did not end within {limit_s:g} s and is killed")
                 status = 1
-            elif child.status:
+            elif child.status and child.status != -signal.SIGTERM:
+                # One that was still being started had no handler yet, and ended as it was told to all the same.
                 self._report(child.describe_end())
                 status = 1
         return status

@@ -8,6 +8,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from structlog.testing import capture_logs
 
 from stepwire.rpc.errors import StepwireError, from_rpc_error
 from stepwire.v1 import worker_pb2 as pb
@@ -422,3 +423,20 @@ async def test_spans_of_sampled_requests_alone() -> None:
     rpcs = {span.name for span in exporter.get_finished_spans()}
     assert "stepwire.v1.WorkerService/LoadModel" in rpcs
     assert "stepwire.v1.WorkerService/ExecuteModel" not in rpcs  # It lasts as long as the worker serves.
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_bytes_that_are_no_message_are_the_callers_error_and_end_no_epoch(num_before: int) -> None:
+    async with running_worker() as worker:
+        await worker.walk_to_ready()
+        opening = pb.ExecuteModelRequest(open=pb.OpenStream(epoch=1)).SerializeToString()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}") as channel:
+            method = channel.stream_stream("/stepwire.v1.WorkerService/ExecuteModel")
+            with capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in method(iter([*[opening] * num_before, b"\xff\xff"]), timeout=5):
+                    pass
+        error = from_rpc_error(caught.value)
+        assert (error.reason, error.code) == ("FIELD_INVALID", grpc.StatusCode.INVALID_ARGUMENT)
+        assert not [entry for entry in logs if entry["log_level"] == "error"]
+        stream = await worker.open_stream()
+        await stream.execute(first_step(1, new_sequence(1, PROMPT)))

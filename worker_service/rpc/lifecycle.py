@@ -76,8 +76,9 @@ class Lifecycle:
     async def load_model(self, epoch: int, model_path: str, dtype: str, progress: LoadProgress) -> LoadSummary:
         """INITIALISED → LOADED. Setting `progress.cancel_reason` stops it and leaves the phase as it was."""
         if dtype not in DTYPES:
-            message = f"dtype {dtype!r} is not one of {', '.join(DTYPES)}"
-            raise StepwireError("FIELD_INVALID", message, {"field": "dtype", "found": dtype})
+            found = dtype[:64]  # as much as a log line can bear
+            message = f"dtype {found!r} is not one of {', '.join(DTYPES)}"
+            raise StepwireError("FIELD_INVALID", message, {"field": "dtype", "found": found})
         self._loads.add(progress)
         return await self._change(self._load_model(epoch, model_path, dtype, progress))
 

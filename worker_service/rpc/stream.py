@@ -6,8 +6,9 @@ from collections.abc import AsyncGenerator, AsyncIterable
 from functools import partial
 
 import structlog
+from google.protobuf.message import DecodeError
 
-from stepwire.rpc.errors import StepwireError
+from stepwire.rpc.errors import StepwireError, invalid_message
 from stepwire.v1 import worker_pb2
 from worker_service.device_thread import DeviceStopped, DeviceThread
 from worker_service.rpc.convert import step_input, step_result
@@ -176,6 +177,8 @@ class StepStream:
                 await self._slots.acquire()
         except StepwireError as error:
             ending = error
+        except DecodeError as error:
+            ending = invalid_message(error)
         except DeviceStopped as error:
             ending = step_failure(error)
         except Exception as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwire.supervisor.child import ChildSpec
+from stepwire.supervisor.child import ChildSpec, LogError
 from stepwire.supervisor.supervisor import Supervisor
 
 # Says "up" in a file when its signal handlers are set.
@@ -206,7 +206,7 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     """
     parent = f"""
         import asyncio, os, sys
-        from stepwire.supervisor.child import ChildSpec
+        from stepwire.supervisor.child import ChildSpec, LogError
         from stepwire.supervisor.supervisor import Supervisor
         def spec(name):
             script, folder = {textwrap.dedent(child)!r}, {str(tmp_path)!r}
@@ -232,3 +232,23 @@ def _wait_gone(pid: int) -> None:
                 return
         except (FileNotFoundError, ProcessLookupError):
             return
+
+
+async def test_a_signal_before_a_child_has_its_handlers_is_a_clean_end(tmp_path: Path) -> None:
+    starting = """
+        import pathlib, signal, sys
+        (pathlib.Path(sys.argv[2]) / sys.argv[1]).write_text("starting")
+        while True: signal.pause()
+    """
+    stack = Stack(tmp_path, scheduler=starting, worker=starting)
+    assert await stack.send_then_wait(signal.SIGTERM) == 0
+    assert len(stack.lines) == 1
+
+
+async def test_a_log_that_cannot_be_written_is_one_error_and_leaves_nothing_running(tmp_path: Path) -> None:
+    (tmp_path / "worker.log").write_text("of the run before")
+    (tmp_path / "worker.previous.log").mkdir()
+    stack = Stack(tmp_path)
+    with pytest.raises(LogError, match=r"cannot be written to .*worker\.log .*--log-dir"):
+        await stack.supervisor.run(forever)
+    assert str(tmp_path).encode() not in command_lines()
