@@ -77,6 +77,10 @@ bench: setup ## run the benchmarks; BENCH=ready for one
 peers: ## build the engines to compare with (heavy)
 	scripts/make_peers.sh
 
+.PHONY: gpu-check
+gpu-check: ## compare a CUDA device with the CPU and measure it; a dry run where there is none
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py
+
 .PHONY: lock
 lock: $(VENV)/.python ## write requirements/ anew; UPGRADE=--upgrade for the newest versions
 	@[[ -x $(BIN)/pip-compile ]] || $(BIN)/python -m pip install -qq pip-tools
