@@ -1,0 +1,258 @@
+"""Which slice of which tensor, and which bytes of which files, a rank needs. Pure functions; imports no torch."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from loader.config import ModelConfig
+from loader.gguf_format import GGML_TYPES
+from loader.llama import missing_tensor, wrong_shape
+from loader.tensors import TensorInfo, WeightSlice
+
+_BLOCKS = {name: (block_values, block_bytes) for name, block_values, block_bytes in GGML_TYPES.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """A rank's place among the tensor- and pipeline-parallel ranks. Raises ValueError for one outside its size."""
+
+    tensor_rank: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_rank: int = 0
+    pipeline_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        places = (
+            ("tensor", self.tensor_rank, self.tensor_parallel_size),
+            ("pipeline", self.pipeline_rank, self.pipeline_parallel_size),
+        )
+        for name, rank, size in places:
+            if not 0 <= rank < size:
+                raise ValueError(f"{name}_rank {rank} does not lie in a group of {size}")
+
+    @property
+    def holds_embedding(self) -> bool:
+        """Whether this rank embeds token ids: the first stage's does."""
+        return self.pipeline_rank == 0
+
+    @property
+    def holds_head(self) -> bool:
+        """Whether this rank produces logits: the last stage's does."""
+        return self.pipeline_rank == self.pipeline_parallel_size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The elements `[start, stop)` of a dimension of `size`."""
+
+    size: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def scaled(self, width: int) -> "Share":
+        """The same share where every element stands for `width` of them."""
+        return Share(self.size * width, self.start * width, self.stop * width)
+
+
+def even_share(size: int, rank: int, num_ranks: int, *, what: str) -> Share:
+    """An even share. Raises ValueError, naming `what`, where `size` does not divide."""
+    width, rest = divmod(size, num_ranks)
+    if rest:
+        raise ValueError(f"{what}, {size}, cannot be divided by {num_ranks}")
+    return Share(size, width * rank, width * (rank + 1))
+
+
+def grouped_share(num_kv_heads: int, rank: int, num_ranks: int) -> Share:
+    """Key-value heads: an even share or, with more ranks than heads, one head that several ranks replicate.
+
+    Raises ValueError where neither comes out even.
+    """
+    what = "the number of key-value heads"
+    if num_kv_heads >= num_ranks:
+        return even_share(num_kv_heads, rank, num_ranks, what=what)
+    if num_ranks % num_kv_heads:
+        raise ValueError(f"{what}, {num_kv_heads}, can neither be divided by {num_ranks} nor be replicated evenly")
+    head = rank // (num_ranks // num_kv_heads)
+    return Share(num_kv_heads, head, head + 1)
+
+
+def vocabulary_share(vocab_size: int, rank: int, num_ranks: int) -> Share:
+    """Token ids, as if padded to a multiple of `num_ranks`: the last shares may be smaller.
+
+    Raises ValueError where some rank would be left with none.
+    """
+    width = -(-vocab_size // num_ranks)
+    if width * (num_ranks - 1) >= vocab_size:
+        raise ValueError(f"the vocabulary, {vocab_size}, leaves one of {num_ranks} ranks without a token")
+    return Share(vocab_size, width * rank, min(width * (rank + 1), vocab_size))
+
+
+def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
+    """The layers of a pipeline stage; stages differ by one layer at most, earlier ones are the larger.
+
+    Raises ValueError where a stage would have none.
+    """
+    if num_stages > num_layers:
+        raise ValueError(f"{num_layers} layers cannot fill {num_stages} stages")
+    size, rest = divmod(num_layers, num_stages)
+    start = stage * size + min(stage, rest)
+    return range(start, start + size + (stage < rest))
+
+
+def tensor_parallel_problem(config: ModelConfig, size: int) -> str | None:
+    """Why the model cannot be split over `size` tensor-parallel ranks; None when it can."""
+    rules: tuple[Callable[[], Share], ...] = (
+        lambda: even_share(config.num_heads, 0, size, what="the number of heads"),
+        lambda: grouped_share(config.num_kv_heads, 0, size),
+        lambda: even_share(config.intermediate_size, 0, size, what="intermediate_size"),
+        lambda: vocabulary_share(config.vocab_size, 0, size),
+    )
+    for rule in rules:
+        try:
+            rule()
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def tensor_parallel_sizes(config: ModelConfig) -> tuple[int, ...]:
+    """All tensor-parallel sizes that split the model, in order; 1 is always among them."""
+    divisors = (size for size in range(1, config.num_heads + 1) if config.num_heads % size == 0)
+    return tuple(size for size in divisors if tensor_parallel_problem(config, size) is None)
+
+
+def weight_slices(config: ModelConfig, place: RankPlace) -> list[WeightSlice]:
+    """All that a rank needs of a Llama checkpoint. Raises ValueError for a size that cannot split the model."""
+    layers = stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size)
+    shares = _Shares.of(config, place)
+    wanted = [item for layer in layers for item in _layer_slices(config, place, shares, f"model.layers.{layer}")]
+    vocabulary = vocabulary_share(config.vocab_size, place.tensor_rank, place.tensor_parallel_size)
+    if place.holds_embedding or (place.holds_head and config.tie_word_embeddings):
+        wanted.append(_column("model.embed_tokens.weight", vocabulary, config.hidden_size))
+    if place.holds_head:
+        wanted.append(_whole("model.norm.weight", config.hidden_size))
+        if not config.tie_word_embeddings:
+            wanted.append(_column("lm_head.weight", vocabulary, config.hidden_size))
+    return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    query: Share
+    key_value: Share
+    inner: Share
+
+    @classmethod
+    def of(cls, config: ModelConfig, place: RankPlace) -> "_Shares":
+        rank, size = place.tensor_rank, place.tensor_parallel_size
+        return cls(
+            even_share(config.num_heads, rank, size, what="the number of heads").scaled(config.head_dim),
+            grouped_share(config.num_kv_heads, rank, size).scaled(config.head_dim),
+            even_share(config.intermediate_size, rank, size, what="intermediate_size"),
+        )
+
+
+def _layer_slices(config: ModelConfig, place: RankPlace, shares: _Shares, prefix: str) -> Iterator[WeightSlice]:
+    hidden, is_first = config.hidden_size, place.tensor_rank == 0
+    yield _whole(f"{prefix}.input_layernorm.weight", hidden)
+    projections = (("q", shares.query), ("k", shares.key_value), ("v", shares.key_value))
+    for name, share in projections:
+        yield _column(f"{prefix}.self_attn.{name}_proj.weight", share, hidden)
+    if config.attention_bias:
+        for name, share in projections:
+            yield _column(f"{prefix}.self_attn.{name}_proj.bias", share)
+    yield _row(f"{prefix}.self_attn.o_proj.weight", hidden, shares.query)
+    # The sum over the ranks must hold the bias of a row-parallel product once.
+    if config.attention_bias and is_first:
+        yield _whole(f"{prefix}.self_attn.o_proj.bias", hidden)
+    yield _whole(f"{prefix}.post_attention_layernorm.weight", hidden)
+    for name in ("gate", "up"):
+        yield _column(f"{prefix}.mlp.{name}_proj.weight", shares.inner, hidden)
+    if config.mlp_bias:
+        for name in ("gate", "up"):
+            yield _column(f"{prefix}.mlp.{name}_proj.bias", shares.inner)
+    yield _row(f"{prefix}.mlp.down_proj.weight", hidden, shares.inner)
+    if config.mlp_bias and is_first:
+        yield _whole(f"{prefix}.mlp.down_proj.bias", hidden)
+
+
+def _column(name: str, rows: Share, *rest: int) -> WeightSlice:
+    return WeightSlice(name, (rows.size, *rest), 0, rows.start, rows.stop)
+
+
+def _row(name: str, out_features: int, columns: Share) -> WeightSlice:
+    return WeightSlice(name, (out_features, columns.size), 1, columns.start, columns.stop)
+
+
+def _whole(name: str, size: int) -> WeightSlice:
+    return WeightSlice(name, (size,), None, 0, size)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRuns:
+    """`count` runs of `run_bytes` each in `file`, whose starts lie `stride_bytes` apart, from `offset` on."""
+
+    file: Path
+    offset: int
+    run_bytes: int
+    stride_bytes: int
+    count: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all runs together."""
+        return self.run_bytes * self.count
+
+    @property
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Start and stop of each run, in the order of the file."""
+        for number in range(self.count):
+            start = self.offset + number * self.stride_bytes
+            yield start, start + self.run_bytes
+
+
+def byte_runs(info: TensorInfo, want: WeightSlice) -> ByteRuns:
+    """Where in its file a slice lies: the fewest bytes from which it can be decoded.
+
+    Blocks of quantised values are taken whole, and so are the heads whose rows are stored pairwise. Raises
+    CheckpointError where the stored tensor has another shape than the slice supposes.
+    """
+    if info.shape != want.shape:
+        raise wrong_shape(info, want.shape)
+    block_values, block_bytes = _BLOCKS[info.dtype]
+    if want.dim is None:
+        return ByteRuns(info.file, info.offset, info.num_bytes, info.num_bytes, 1)
+    inner, period = prod(want.shape[want.dim + 1 :]), prod(want.shape[want.dim :])
+    unit = block_values
+    if want.dim == 0 and info.rotary_heads is not None:
+        unit = max(unit, inner * (want.shape[0] // info.rotary_heads))
+    first, last = want.start * inner, want.stop * inner
+    if first < last:
+        first, last = first - first % unit, last + -last % unit
+
+    def in_bytes(num_values: int) -> int:
+        return num_values // block_values * block_bytes
+
+    count, run, stride = prod(want.shape[: want.dim]), in_bytes(last - first), in_bytes(period)
+    start = info.offset + in_bytes(first)
+    if run == stride:
+        return ByteRuns(info.file, start, run * count, run * count, 1)
+    return ByteRuns(info.file, start, run, stride, count)
+
+
+def rank_byte_runs(path: Path, tensors: Mapping[str, TensorInfo], wanted: list[WeightSlice]) -> list[ByteRuns]:
+    """Where all `wanted` slices of the checkpoint at `path` lie, ordered by file and offset.
+
+    Raises CheckpointError for a tensor that is missing or has another shape.
+    """
+    runs = []
+    for want in wanted:
+        info = tensors.get(want.name)
+        if info is None:
+            raise missing_tensor(path, want.name, want.shape, len(tensors))
+        runs.append(byte_runs(info, want))
+    return sorted(runs, key=lambda run: (str(run.file), run.offset))

@@ -1,0 +1,142 @@
+"""The shard plan against what the model asks for, and against the bytes of real files."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loader.checkpoint import open_checkpoint
+from loader.config import ModelConfig
+from loader.errors import CheckpointError
+from loader.shard_plan import (
+    RankPlace,
+    Share,
+    byte_runs,
+    even_share,
+    grouped_share,
+    rank_byte_runs,
+    stage_layers,
+    tensor_parallel_problem,
+    tensor_parallel_sizes,
+    vocabulary_share,
+    weight_slices,
+)
+from loader.tensors import TensorInfo, WeightSlice
+from tests.support.tiny_checkpoint import make_tiny_llama
+from worker_service.models.llama import LlamaModel
+from worker_service.models.parallel import NoCollectives, ParallelConfig
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = make_tiny_llama(
+        tmp_path_factory.mktemp("plan") / "m", num_layers=3, hidden_size=64, heads=8, kv_heads=2, vocab_size=323
+    )
+    return open_checkpoint(folder).config
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_every_rank_plans_what_its_model_asks_for(
+    config: ModelConfig, tp: int, pp: int, bias: bool, tied: bool
+) -> None:
+    config = dataclasses.replace(config, tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
+    for stage in range(pp):
+        for rank in range(tp):
+            model = LlamaModel(config, ParallelConfig(rank, tp, stage, pp), NoCollectives())
+            assert weight_slices(config, RankPlace(rank, tp, stage, pp)) == model.weight_slices()
+
+
+def test_shares_cover_everything_once() -> None:
+    assert [vocabulary_share(10, rank, 4) for rank in range(4)] == [
+        Share(10, 0, 3),
+        Share(10, 3, 6),
+        Share(10, 6, 9),
+        Share(10, 9, 10),
+    ]
+    assert [list(stage_layers(7, stage, 3)) for stage in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [grouped_share(2, rank, 4).start for rank in range(4)] == [0, 0, 1, 1]
+    assert even_share(12, 1, 3, what="it").scaled(2) == Share(24, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "words"),
+    [
+        ({}, 3, "the number of heads, 8"),
+        ({"num_heads": 12, "num_kv_heads": 6, "intermediate_size": 48}, 4, "key-value heads, 6"),
+        ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 48}, 6, "nor be replicated"),
+        ({"intermediate_size": 126}, 4, "intermediate_size, 126"),
+        ({"vocab_size": 9}, 8, "without a token"),
+    ],
+)
+def test_a_size_that_does_not_split_the_model_has_a_reason(
+    config: ModelConfig, changes: dict[str, int], size: int, words: str
+) -> None:
+    config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    problem = tensor_parallel_problem(config, size)
+    assert problem is not None
+    assert words in problem
+    assert size not in tensor_parallel_sizes(config)
+    assert 1 in tensor_parallel_sizes(config)
+
+
+def test_all_sizes_that_split_the_model(config: ModelConfig) -> None:
+    assert tensor_parallel_sizes(config) == (1, 2, 4, 8)
+    grouped = dataclasses.replace(config, num_heads=12, num_kv_heads=3, intermediate_size=48)
+    assert tensor_parallel_sizes(grouped) == (1, 3, 6, 12)
+    with pytest.raises(ValueError, match="2 layers cannot fill 3 stages"):
+        stage_layers(2, 0, 3)
+    with pytest.raises(ValueError, match="tensor_rank 2"):
+        RankPlace(2, 2)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_ranges_hold_the_values_of_the_slices(tmp_path: Path, tp: int) -> None:
+    checkpoint = open_checkpoint(make_tiny_llama(tmp_path / "m", vocab_size=321, sharded=True))
+    files = {info.file: info.file.read_bytes() for info in checkpoint.tensors.values()}
+    for rank in range(tp):
+        for want in weight_slices(checkpoint.config, RankPlace(rank, tp)):
+            info = checkpoint.tensors[want.name]
+            data = files[info.file]
+            whole = np.frombuffer(data, np.float32, info.num_bytes // 4, info.offset).reshape(info.shape)
+            part = whole if want.dim is None else whole.take(range(want.start, want.stop), want.dim)
+            runs = byte_runs(info, want)
+            assert b"".join(data[start:stop] for start, stop in runs.ranges) == part.tobytes()
+            assert runs.num_bytes == part.nbytes
+
+
+def test_the_ranges_of_all_ranks_cover_the_files(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_tiny_llama(tmp_path / "m", kv_heads=4, num_layers=3, sharded=True))
+    covered: dict[Path, set[int]] = {}
+    for stage in range(3):
+        for rank in range(4):
+            wanted = weight_slices(checkpoint.config, RankPlace(rank, 4, stage, 3))
+            runs = rank_byte_runs(checkpoint.path, checkpoint.tensors, wanted)
+            assert [(run.file, run.offset) for run in runs] == sorted((run.file, run.offset) for run in runs)
+            for run in runs:
+                for start, stop in run.ranges:
+                    covered.setdefault(run.file, set()).update(range(start, stop))
+    assert sum(map(len, covered.values())) == checkpoint.total_bytes
+
+
+def test_quantised_blocks_and_rotary_heads_are_taken_whole() -> None:
+    file = Path("m.gguf")
+    plain = TensorInfo("t", "Q4_1", (4, 96), file, 100, 4 * 3 * 20, "t")
+    columns = byte_runs(plain, WeightSlice("t", (4, 96), 1, 40, 70))
+    assert list(columns.ranges) == [(100 + row * 60 + 20, 100 + row * 60 + 60) for row in range(4)]
+    rotary = dataclasses.replace(plain, rotary_heads=2)
+    rows = byte_runs(rotary, WeightSlice("t", (4, 96), 0, 1, 2))
+    assert list(rows.ranges) == [(100, 100 + 2 * 60)]
+    empty = byte_runs(plain, WeightSlice("t", (4, 96), 0, 1, 1))
+    assert empty.num_bytes == 0
+
+
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named() -> None:
+    info = TensorInfo("t", "F32", (2, 2), Path("f"), 0, 16, "t")
+    with pytest.raises(CheckpointError, match="expected \\[2, 4\\]"):
+        byte_runs(info, WeightSlice("t", (2, 4)))
+    with pytest.raises(CheckpointError, match="no tensor 'u'"):
+        rank_byte_runs(Path("m"), {"t": info}, [WeightSlice("u", (2, 2))])
