@@ -103,6 +103,7 @@ class Supervisor:
         finally:
             killed.cancel()
             ends.cancel()
+            await asyncio.gather(killed, ends, return_exceptions=True)  # or asyncio says on stderr that nobody did
         status = 0
         for child in children:
             if child.status is None and not self._kill.is_set():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -107,9 +108,13 @@ async def test_a_signal_ends_the_scheduler_first_then_the_workers(tmp_path: Path
 
 
 async def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
     stack = Stack(tmp_path, scheduler=_STUBBORN, worker=_STUBBORN)
     status = await stack.send_then_wait(signal.SIGTERM, signal.SIGINT, after=["scheduler"])
     assert status == 128 + signal.SIGINT
+    gc.collect()
+    assert not complaints
     assert_gone(stack.pid("scheduler"), stack.pid("worker"))
 
 
