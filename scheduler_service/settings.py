@@ -81,7 +81,12 @@ class SchedulerSettings(BaseModel):
         description="Seconds after which a step counts as hung, or 20 times the slowest percent of steps if longer.",
     )
     cluster_key: str | None = Field(
-        default=None, min_length=16, repr=False, description="Key that the workers ask for; needed off loopback."
+        default=None,
+        min_length=16,
+        # As the workers have it: gRPC refuses other characters in metadata.
+        pattern=r"^[\x21-\x7e]+$",
+        repr=False,
+        description="Key that the workers ask for; needed off loopback.",
     )
     otlp_endpoint: str | None = Field(
         default=None, description="OTLP/gRPC endpoint for traces, such as http://127.0.0.1:4317; none sends no traces."

@@ -80,7 +80,9 @@ class Settings:
             return f"{name}: {text}" if name else text
         if details["type"] == "missing":
             return f"{name} is not set: give {spec.flag}, {spec.variable} or {name} in the settings file"
-        return _refusal(spec, self.origin(name), self.raw(name))
+        refusal = _refusal(spec, self.origin(name), self.raw(name))
+        # What a validator of our own says is more than what can be told from the field's type.
+        return f"{refusal}: {text}" if details["type"] == "value_error" else refusal
 
 
 def settings_options(

@@ -155,10 +155,15 @@ def parse_endpoint(endpoint: str) -> tuple[str, bool]:
     """The gRPC target and whether it wants TLS. Raises ValueError for what is neither host:port nor a URL."""
     has_scheme = "://" in endpoint
     parts = urlsplit(endpoint if has_scheme else f"http://{endpoint}")
+    problem = ValueError(f"OTLP endpoint {endpoint!r} is neither host:port nor http(s)://host:port")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
-        raise ValueError(f"OTLP endpoint {endpoint!r} is neither host:port nor http(s)://host:port")
+        raise problem
+    try:
+        port = parts.port or 4317
+    except ValueError as error:  # no number, or beyond 65535, which names no endpoint
+        raise problem from error
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{host}:{parts.port or 4317}", parts.scheme == "https"
+    return f"{host}:{port}", parts.scheme == "https"
 
 
 def _resource(service_name: str, attributes: Mapping[str, str]) -> Resource:

@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import SettingsError
 from stepwire.cli.settings_groups import SCHEDULER, SERVE, WORKER, SettingsGroup
 from stepwire.cli.settings_options import Origin, Settings, gather, settings_options
@@ -142,3 +143,23 @@ def test_options_reach_the_command_and_are_in_its_help() -> None:
 def test_serve_takes_every_setting_of_the_scheduler_but_its_workers() -> None:
     assert set(SCHEDULER.specs) - set(SERVE.specs) == {"workers"}
     assert set(WORKER.specs) - set(SERVE.specs) == {"model_roots", "scheduler_timeout"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"tenant_weights": ["a=-1"]}, "the weight of tenant 'a' must be above 0, not -1"),
+        ({"tenant_max_priorities": ["b"]}, "'b' is not NAME=VALUE"),
+    ],
+)
+def test_a_refusal_by_a_validator_of_its_own_says_why(flags: dict[str, object], reason: str) -> None:
+    (name,) = flags
+    with pytest.raises(SettingsError, match=f"--{name.replace('_', '-')}: .* is not allowed; .*: {reason}"):
+        gather(SCHEDULER, {"model": "m", **flags}, {}, None).build(SchedulerSettings)
+
+
+def test_a_key_that_no_metadata_can_carry_is_refused() -> None:
+    key = "a" * 16 + "\n"
+    with pytest.raises(SettingsError) as raised:
+        gather(SCHEDULER, {"model": "m", "cluster_key": key}, {}, None).build(SchedulerSettings)
+    assert key not in raised.value.message

@@ -157,7 +157,7 @@ def test_endpoints(endpoint: str, target: str, is_secure: bool) -> None:
     assert parse_endpoint(endpoint) == (target, is_secure)
 
 
-@pytest.mark.parametrize("endpoint", ["", "ftp://x:1", "http://x:1/v1/traces", "http://:4317", "host:port"])
+@pytest.mark.parametrize("endpoint", ["", "ftp://x:1", "http://x:1/v1/traces", "http://:4317", "host:port", "x:99999"])
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"OTLP endpoint .* is neither"):
         parse_endpoint(endpoint)
