@@ -137,7 +137,8 @@ _REASON_OF_CODE: Mapping[grpc.StatusCode, str] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
     grpc.StatusCode.CANCELLED: "CANCELLED",
     grpc.StatusCode.UNAVAILABLE: "MODEL_NOT_READY",
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "QUEUE_FULL",
+    # gRPC's own: a message or metadata beyond its limits. The same call again would fail again.
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "FIELD_OUT_OF_RANGE",
     grpc.StatusCode.UNAUTHENTICATED: "UNAUTHENTICATED",
     grpc.StatusCode.FAILED_PRECONDITION: "WRONG_PHASE",
     grpc.StatusCode.ALREADY_EXISTS: "REQUEST_ALREADY_EXISTS",

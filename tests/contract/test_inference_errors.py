@@ -216,6 +216,18 @@ async def test_more_ids_than_a_context_holds_are_not_detokenized() -> None:
         assert error.metadata["allowed"] == "at most 64 entries"
 
 
+async def test_a_message_beyond_grpcs_limit_is_not_taken_for_a_full_queue() -> None:
+    async with running_scheduler() as scheduler:
+        options = [("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(scheduler.address, options=options) as channel:
+            call = channel.unary_stream("/stepwire.v1.InferenceService/Generate")(bytes(65 << 20), timeout=20)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+        error = from_rpc_error(caught.value)
+        assert (error.reason, error.retry_after_s) == ("FIELD_OUT_OF_RANGE", None)
+        assert "larger than max" in error.message
+
+
 async def test_messages_beyond_the_most_are_refused() -> None:
     async with running_scheduler() as scheduler:
         messages = pb.ChatMessages(messages=[pb.ChatMessage(role="user")] * 4097)
