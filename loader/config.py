@@ -19,8 +19,10 @@ class ModelConfig:
     """The shape of a decoder.
 
     `architecture` is as the checkpoint names it in the Hugging Face way ("LlamaForCausalLM");
-    `family` is our short name for it ("llama"). `dtype` is what the weights are stored in, or
-    "bfloat16" for a quantised GGUF. `eos_token_ids` come from generation_config.json where there is one.
+    `family` is our short name for it ("llama"). `qkv_bias` and `output_bias` tell which products of
+    attention have a bias, `qk_norm` whether queries and keys are normalised head by head. `dtype` is
+    what the weights are stored in, or "bfloat16" for a quantised GGUF. `eos_token_ids` come from
+    generation_config.json where there is one.
     """
 
     architecture: str
@@ -36,9 +38,11 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    output_bias: bool
     mlp_bias: bool
     hidden_act: str
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    qk_norm: bool = False

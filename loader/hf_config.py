@@ -7,10 +7,11 @@ from typing import Any
 from loader import fields
 from loader.config import ModelConfig, RopeConfig
 from loader.errors import CheckpointError
+from loader.families import FAMILIES, Family
 from loader.fields import Fields
 from loader.files import read_json_object
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 ROPE_SCALING_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")
 DTYPES = ("float32", "float16", "bfloat16")
 _ACTIVATIONS = {"swish": "silu"}
@@ -27,37 +28,37 @@ def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
     content = read_json_object(path)
     values = Fields(path, content)
     architecture = _architecture(path, content)
+    family = FAMILIES[architecture]
     _refuse_unsupported(values)
     hidden_size = values.integer("hidden_size", fields.HIDDEN_BOUNDS)
     num_heads = values.integer("num_attention_heads", fields.HEAD_BOUNDS)
-    num_kv_heads = values.integer(
-        "num_key_value_heads", fields.HEAD_BOUNDS, 8 if architecture == "MistralForCausalLM" else num_heads
-    )
     vocab_size = values.integer("vocab_size", fields.VOCAB_BOUNDS)
-    max_position_count = _max_position_count(values, architecture)
+    num_layers = values.integer("num_hidden_layers", fields.LAYER_BOUNDS)
     generation = _generation_fields(folder, values)
     bos = generation.token_ids("bos_token_id", vocab_size) or values.token_ids("bos_token_id", vocab_size)
     eos = generation.token_ids("eos_token_id", vocab_size) or values.token_ids("eos_token_id", vocab_size)
     return ModelConfig(
         architecture=architecture,
-        family="llama",
+        family=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=values.integer("num_hidden_layers", fields.LAYER_BOUNDS),
+        num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=check_heads(values, num_heads, num_kv_heads),
-        head_dim=head_dim(values, "head_dim", hidden_size, num_heads),
+        num_kv_heads=check_heads(values, num_heads, _num_kv_heads(values, family, num_heads)),
+        head_dim=head_dim(values, "head_dim", hidden_size, num_heads, family.head_dim),
         intermediate_size=values.integer("intermediate_size", fields.INTERMEDIATE_BOUNDS),
-        max_position_count=max_position_count,
+        max_position_count=_max_position_count(values, family, num_layers),
         rms_norm_eps=values.number("rms_norm_eps", fields.EPSILON_BOUNDS, 1e-6),
         rope=_rope(values),
         tie_word_embeddings=values.boolean("tie_word_embeddings", default=False),
-        attention_bias=values.boolean("attention_bias", default=False),
-        mlp_bias=values.boolean("mlp_bias", default=False),
+        qkv_bias=_bias(values, "attention_bias", family.qkv_bias),
+        output_bias=_bias(values, "attention_bias", family.output_bias),
+        mlp_bias=_bias(values, "mlp_bias", family.mlp_bias),
         hidden_act=_hidden_act(values),
         dtype=_dtype(values, stored_dtype),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
+        qk_norm=family.qk_norm,
     )
 
 
@@ -70,13 +71,13 @@ def check_heads(values: Fields, num_heads: int, num_kv_heads: int) -> int:
     return num_kv_heads
 
 
-def head_dim(values: Fields, name: str, hidden_size: int, num_heads: int) -> int:
-    """The field `name`, or hidden size over heads; it must be even, for rotary pairs."""
-    if not values.has(name) and hidden_size % num_heads:
+def head_dim(values: Fields, name: str, hidden_size: int, num_heads: int, default: int | None = None) -> int:
+    """The field `name`, or `default`, or hidden size over heads; it must be even, for rotary pairs."""
+    if not values.has(name) and default is None and hidden_size % num_heads:
         raise values.error(
             "hidden_size", f"is {hidden_size}", f"a multiple of {num_heads} attention heads", str(hidden_size)
         )
-    size = values.integer(name, fields.HEAD_DIM_BOUNDS, hidden_size // num_heads)
+    size = values.integer(name, fields.HEAD_DIM_BOUNDS, default or hidden_size // num_heads)
     if size % 2:
         raise values.error(name, f"is {size}", "an even number", str(size))
     return size
@@ -134,13 +135,36 @@ def _hidden_act(values: Fields) -> str:
     return _ACTIVATIONS.get(name, name)
 
 
-def _max_position_count(values: Fields, architecture: str) -> int:
-    default = 131072 if architecture == "MistralForCausalLM" else 2048
-    count = values.integer("max_position_embeddings", fields.POSITION_BOUNDS, default)
-    if architecture == "MistralForCausalLM" and values.has("sliding_window"):
-        # Inside the window sliding attention equals full attention, which is all we compute.
-        count = min(count, values.integer("sliding_window", fields.POSITION_BOUNDS))
-    return count
+def _num_kv_heads(values: Fields, family: Family, num_heads: int) -> int:
+    # A null stands for as many as heads in every family, whatever it is where the field is absent.
+    default = num_heads if "num_key_value_heads" in values.values else family.num_kv_heads or num_heads
+    return values.integer("num_key_value_heads", fields.HEAD_BOUNDS, default)
+
+
+def _bias(values: Fields, name: str, always: bool | None) -> bool:
+    return values.boolean(name, default=False) if always is None else always
+
+
+def _max_position_count(values: Fields, family: Family, num_layers: int) -> int:
+    count = values.integer("max_position_embeddings", fields.POSITION_BOUNDS, family.max_position_count)
+    window = _sliding_window(values, family, num_layers)
+    # Inside the window sliding attention equals full attention, which is all we compute.
+    return count if window is None else min(count, window)
+
+
+def _sliding_window(values: Fields, family: Family, num_layers: int) -> int | None:
+    """How many of the last positions some layer sees at most; None where all layers see everything."""
+    named = values.values.get("sliding_window", family.sliding_window)
+    if family.window == "none" or named is None:
+        return None
+    if family.window == "last_layers":
+        if not values.boolean("use_sliding_window", default=False):
+            return None
+        kinds = values.values.get("layer_types")
+        first = values.integer("max_window_layers", (0, 1 << 20), 28)
+        if "sliding_attention" not in kinds if isinstance(kinds, list) else first >= num_layers:
+            return None
+    return values.integer("sliding_window", fields.POSITION_BOUNDS, family.sliding_window)
 
 
 def _generation_fields(folder: Path, config: Fields) -> Fields:

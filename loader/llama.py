@@ -1,4 +1,4 @@
-"""The tensors a Llama checkpoint must hold. Imports no torch."""
+"""The tensors that a checkpoint of a decoder must hold. Imports no torch."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,11 +19,16 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         yield prefix + "input_layernorm.weight", (hidden,)
-        attention = (("q", q_size, hidden), ("k", kv_size, hidden), ("v", kv_size, hidden), ("o", hidden, q_size))
-        for name, rows, columns in attention:
-            yield f"{prefix}self_attn.{name}_proj.weight", (rows, columns)
-            if config.attention_bias:
+        for name, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+            yield f"{prefix}self_attn.{name}_proj.weight", (rows, hidden)
+            if config.qkv_bias:
                 yield f"{prefix}self_attn.{name}_proj.bias", (rows,)
+        if config.qk_norm:
+            yield prefix + "self_attn.q_norm.weight", (config.head_dim,)
+            yield prefix + "self_attn.k_norm.weight", (config.head_dim,)
+        yield prefix + "self_attn.o_proj.weight", (hidden, q_size)
+        if config.output_bias:
+            yield prefix + "self_attn.o_proj.bias", (hidden,)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
         for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
             yield f"{prefix}mlp.{name}_proj.weight", (rows, columns)

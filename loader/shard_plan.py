@@ -126,7 +126,7 @@ def tensor_parallel_sizes(config: ModelConfig) -> tuple[int, ...]:
 
 
 def weight_slices(config: ModelConfig, place: RankPlace) -> list[WeightSlice]:
-    """All that a rank needs of a Llama checkpoint. Raises ValueError for a size that cannot split the model."""
+    """All that a rank needs of a checkpoint. Raises ValueError for a size that cannot split the model."""
     layers = stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size)
     shares = _Shares.of(config, place)
     wanted = [item for layer in layers for item in _layer_slices(config, place, shares, f"model.layers.{layer}")]
@@ -162,12 +162,15 @@ def _layer_slices(config: ModelConfig, place: RankPlace, shares: _Shares, prefix
     projections = (("q", shares.query), ("k", shares.key_value), ("v", shares.key_value))
     for name, share in projections:
         yield _column(f"{prefix}.self_attn.{name}_proj.weight", share, hidden)
-    if config.attention_bias:
+    if config.qkv_bias:
         for name, share in projections:
             yield _column(f"{prefix}.self_attn.{name}_proj.bias", share)
+    if config.qk_norm:
+        yield _whole(f"{prefix}.self_attn.q_norm.weight", config.head_dim)
+        yield _whole(f"{prefix}.self_attn.k_norm.weight", config.head_dim)
     yield _row(f"{prefix}.self_attn.o_proj.weight", hidden, shares.query)
     # The sum over the ranks must hold the bias of a row-parallel product once.
-    if config.attention_bias and is_first:
+    if config.output_bias and is_first:
         yield _whole(f"{prefix}.self_attn.o_proj.bias", hidden)
     yield _whole(f"{prefix}.post_attention_layernorm.weight", hidden)
     for name in ("gate", "up"):

@@ -61,7 +61,7 @@ def _config(config: ModelConfig) -> LlamaConfig:
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=config.rope.theta,
         tie_word_embeddings=config.tie_word_embeddings,
-        attention_bias=config.attention_bias,
+        attention_bias=config.qkv_bias,
         mlp_bias=config.mlp_bias,
         hidden_act=config.hidden_act,
     )

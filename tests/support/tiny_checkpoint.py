@@ -1,4 +1,7 @@
-"""Tiny random Llama checkpoints that this project and transformers both load. Needs neither torch nor a network."""
+"""Tiny random checkpoints of Llama and its kin that this project and transformers both load.
+
+Needs neither torch nor a network.
+"""
 
 import json
 import struct
@@ -19,6 +22,27 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# What config.json says of each family, to be given as `config_overrides`; None removes what Llama alone knows.
+TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": None,
+        "attention_bias": None,
+        "mlp_bias": None,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+        "attention_bias": None,
+        "mlp_bias": None,
+    },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "mlp_bias": None},
+}
+_NULL_MATTERS = ("sliding_window",)
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -45,7 +69,7 @@ def make_tiny_llama(
 
     The tokenizer is a byte-level BPE of `vocab_size` tokens (at least 259): 3 special tokens, the 256 bytes, and
     merges of letter pairs. Equal arguments give equal bytes. `config_overrides` is laid over config.json, None
-    values remove a key.
+    values remove a key, but for `sliding_window`, where null tells of none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
@@ -70,7 +94,7 @@ def make_tiny_llama(
         "eos_token_id": eos_token_ids[0] if eos_token_ids else None,
     }
     for key, value in (config_overrides or {}).items():
-        if value is None:
+        if value is None and key not in _NULL_MATTERS:
             config.pop(key, None)
         else:
             config[key] = value
@@ -115,7 +139,29 @@ def tiny_tensors(config: Mapping[str, Any], *, seed: int, tie: bool) -> dict[str
     tensors["model.norm.weight"] = norm()
     if not tie:
         tensors["lm_head.weight"] = linear(int(config["vocab_size"]), hidden)
+    _add_details(tensors, config, rng)
     return tensors
+
+
+def _add_details(tensors: dict[str, NDArray[np.float32]], config: Mapping[str, Any], rng: np.random.Generator) -> None:
+    """The biases and norms of the family, drawn last: what all families have does not depend on them."""
+    model_type = config.get("model_type")
+    biased = []
+    if config.get("attention_bias") or model_type == "qwen2":
+        biased += ["q", "k", "v"]
+    if config.get("attention_bias"):
+        biased += ["o"]
+    if config.get("mlp_bias"):
+        biased += ["gate", "up", "down"]
+    for name in list(tensors):
+        if any(f".{part}_proj." in name for part in biased):
+            bias = rng.standard_normal(tensors[name].shape[0]).astype(np.float32)
+            tensors[name.replace("weight", "bias")] = bias
+    if model_type == "qwen3":
+        for layer in range(int(config["num_hidden_layers"])):
+            for part in ("q", "k"):
+                norm = 1.0 + 0.3 * rng.standard_normal(int(config["head_dim"]))
+                tensors[f"model.layers.{layer}.self_attn.{part}_norm.weight"] = norm.astype(np.float32)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], *, dtype: str = "float32") -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from loader.checkpoint import open_checkpoint
 from loader.weights import load_weights
@@ -54,7 +54,7 @@ def make_runner(
 
 def reference_tokens(path: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """What transformers continues each prompt with, greedily, one by one, in float32."""
-    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])

@@ -19,6 +19,7 @@ __all__ = [
     "Collectives",
     "ColumnParallelLinear",
     "ColumnPart",
+    "HeadNorms",
     "LmHead",
     "NoCollectives",
     "ParallelConfig",
@@ -235,6 +236,29 @@ class RmsNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, size] -> [rows, size]."""
         return functional.rms_norm(x, self._shape, self._weight, self._eps)
+
+
+class HeadNorms:
+    """Root-mean-square normalisation of each head by itself; heads of several kinds, each with its weight, as one."""
+
+    def __init__(self, kinds: Sequence[tuple[str, int]], head_dim: int, eps: float) -> None:
+        """`kinds` holds each kind's name and this rank's number of such heads, in their order."""
+        self._kinds = tuple(kinds)
+        self._shape = (head_dim,)
+        self._eps = eps
+        self._weight = torch.empty(0)
+
+    def slices(self) -> list[WeightSlice]:
+        """What this layer needs of the checkpoint."""
+        return [_whole(f"{name}.weight", *self._shape) for name, _ in self._kinds]
+
+    def place(self, tensors: Tensors) -> None:
+        """Takes its tensors out of `tensors`."""
+        self._weight = torch.cat([tensors.pop(f"{name}.weight").expand(count, -1) for name, count in self._kinds])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, heads of all kinds, head_dim] -> the same."""
+        return functional.rms_norm(x, self._shape, None, self._eps) * self._weight
 
 
 def _rows(name: str, rows: Part, *rest: int) -> WeightSlice:

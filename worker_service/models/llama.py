@@ -1,4 +1,4 @@
-"""The Llama decoder, over a packed batch: the new tokens of all sequences as one row after the other."""
+"""The decoder of Llama and its kin, over a packed batch: the new tokens of all sequences as one row after the other."""
 
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from worker_service.kernels.linear import can_pack
 from worker_service.models.layers import (
     ColumnParallelLinear,
     ColumnPart,
+    HeadNorms,
     LmHead,
     RmsNorm,
     RowParallelLinear,
@@ -38,7 +39,7 @@ class Attention(Protocol):
 
 
 class LlamaModel:
-    """This rank's part of a Llama decoder: its stage's layers, its share of heads and of the vocabulary.
+    """This rank's part of a decoder: its stage's layers, its share of heads and of the vocabulary.
 
     Knows nothing of sequences; attention is given with each call.
     """
@@ -139,10 +140,19 @@ class _Layer:
                 ColumnPart(f"{prefix}.self_attn.v_proj", key_value),
             ],
             hidden,
-            bias=config.attention_bias,
+            bias=config.qkv_bias,
+        )
+        self._head_norms = (
+            HeadNorms(
+                [(f"{prefix}.self_attn.q_norm", len(heads)), (f"{prefix}.self_attn.k_norm", len(kv_heads))],
+                config.head_dim,
+                config.rms_norm_eps,
+            )
+            if config.qk_norm
+            else None
         )
         self._output = RowParallelLinear(
-            f"{prefix}.self_attn.o_proj", query, hidden, bias=config.attention_bias, parallel=parallel, group=group
+            f"{prefix}.self_attn.o_proj", query, hidden, bias=config.output_bias, parallel=parallel, group=group
         )
         self._mlp_norm = RmsNorm(f"{prefix}.post_attention_layernorm", hidden, config.rms_norm_eps)
         self._gate_up = ColumnParallelLinear(
@@ -154,7 +164,15 @@ class _Layer:
             f"{prefix}.mlp.down_proj", inner, hidden, bias=config.mlp_bias, parallel=parallel, group=group
         )
         self._inner = len(inner)
-        self._parts = (self._input_norm, self._qkv, self._output, self._mlp_norm, self._gate_up, self._down)
+        self._parts = (
+            self._input_norm,
+            self._qkv,
+            *(() if self._head_norms is None else (self._head_norms,)),
+            self._output,
+            self._mlp_norm,
+            self._gate_up,
+            self._down,
+        )
 
     def slices(self) -> list[WeightSlice]:
         return [item for part in self._parts for item in part.slices()]
@@ -168,7 +186,10 @@ class _Layer:
     ) -> torch.Tensor:
         qkv = self._qkv(self._input_norm(hidden)).view(hidden.shape[0], -1, self._head_dim)
         # Queries and keys lie side by side, so one rotation serves both.
-        rotated = apply_rope(qkv[:, : self._num_heads + self._num_kv_heads], cos, sin)
+        query_key = qkv[:, : self._num_heads + self._num_kv_heads]
+        if self._head_norms is not None:
+            query_key = self._head_norms(query_key)
+        rotated = apply_rope(query_key, cos, sin)
         query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
         value = qkv[:, self._num_heads + self._num_kv_heads :]
         hidden = hidden + self._output(attention(number, query, key, value))

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 
 from loader.config import ModelConfig
 from loader.errors import CheckpointError
+from loader.families import FAMILIES
 from worker_service.models.llama import LlamaModel
 from worker_service.models.parallel import Collectives, ParallelConfig
 
-MODEL_CLASSES: Mapping[str, type[LlamaModel]] = {"llama": LlamaModel}
+# Families differ in what their configs say, which one class computes.
+MODEL_CLASSES: Mapping[str, type[LlamaModel]] = {family.name: LlamaModel for family in FAMILIES.values()}
 
 
 def build_model(config: ModelConfig, parallel: ParallelConfig, group: Collectives) -> LlamaModel:

@@ -3,9 +3,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from loader.config import ModelConfig, RopeConfig
 from loader.errors import CheckpointError
+from loader.families import FAMILIES
 from loader.hf_config import read_hf_config
 
 BASE: dict[str, Any] = {
@@ -50,7 +52,8 @@ def test_defaults_of_the_family(tmp_path: Path) -> None:
         rms_norm_eps=1e-6,
         rope=RopeConfig(10000.0, None, {}),
         tie_word_embeddings=False,
-        attention_bias=False,
+        qkv_bias=False,
+        output_bias=False,
         mlp_bias=False,
         hidden_act="silu",
         dtype="bfloat16",
@@ -65,12 +68,73 @@ def test_head_dim_of_its_own(tmp_path: Path) -> None:
 
 def test_mistral_without_window(tmp_path: Path) -> None:
     config = read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=None)
-    assert (config.architecture, config.family, config.max_position_count) == ("MistralForCausalLM", "llama", 512)
+    assert (config.architecture, config.family, config.max_position_count) == ("MistralForCausalLM", "mistral", 512)
 
 
 def test_mistral_is_served_within_its_window(tmp_path: Path) -> None:
     config = read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=100)
     assert config.max_position_count == 100
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "expected"),
+    [
+        ("Mistral", {}, 4096),
+        ("Mistral", {"max_position_embeddings": None, "sliding_window": None}, 131072),
+        ("Qwen2", {"max_position_embeddings": None}, 32768),
+        ("Qwen2", {"sliding_window": 100}, 8192),
+        ("Qwen2", {"sliding_window": 100, "use_sliding_window": False, "max_window_layers": 0}, 8192),
+        ("Qwen2", {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 2}, 8192),
+        ("Qwen2", {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}, 100),
+        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
+        ("Qwen3", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, 8192),
+        ("Qwen3", {"sliding_window": 100, "use_sliding_window": True, "layer_types": ["full_attention"] * 2}, 8192),
+        ("Qwen3", {"sliding_window": 100, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 100),
+        ("Llama", {"sliding_window": 100}, 8192),
+    ],
+)
+def test_a_window_that_some_layer_has_is_the_longest_context(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], expected: int
+) -> None:
+    changes = {"max_position_embeddings": 8192, **changes}
+    assert read(tmp_path, architectures=[f"{architecture}ForCausalLM"], **changes).max_position_count == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "expected"),
+    [
+        ("Llama", {}, (False, False, False, False)),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
+        ("Mistral", {"attention_bias": True, "mlp_bias": True}, (False, False, False, False)),
+        ("Qwen2", {"attention_bias": False}, (True, False, False, False)),
+        ("Qwen3", {}, (False, False, False, True)),
+        ("Qwen3", {"attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_biases_and_norms_of_the_family(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], expected: tuple[bool, ...]
+) -> None:
+    config = read(tmp_path, architectures=[f"{architecture}ForCausalLM"], **changes)
+    assert config.family == architecture.lower()
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == expected
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_what_config_leaves_unsaid_is_what_transformers_takes(tmp_path: Path, architecture: str) -> None:
+    """The widths are such that a default of ours which differs cannot come out alike."""
+    changes = {"hidden_size": 256, "num_attention_heads": 64, "model_type": FAMILIES[architecture].name}
+    unsaid = {"max_position_embeddings": None, "rms_norm_eps": None}
+    content = {key: value for key, value in {**BASE, **changes, **unsaid}.items() if value is not None}
+    del content["num_key_value_heads"]
+    (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": [architecture]}))
+    ours, theirs = read_hf_config(tmp_path, "float32"), AutoConfig.from_pretrained(tmp_path)
+    window = FAMILIES[architecture].sliding_window if FAMILIES[architecture].window == "all_layers" else None
+    assert window == (theirs.sliding_window if window else None)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 256 // 64)
+    assert ours.max_position_count == min(theirs.max_position_embeddings, window or 1 << 30)
+    assert (ours.rms_norm_eps, ours.hidden_act) == (theirs.rms_norm_eps, theirs.hidden_act)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"output_bias": True, "mlp_bias": True, "qk_norm": True}])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("pp", [1, 2, 3])
 def test_every_rank_plans_what_its_model_asks_for(
-    config: ModelConfig, tp: int, pp: int, bias: bool, tied: bool
+    config: ModelConfig, tp: int, pp: int, changes: dict[str, bool], tied: bool
 ) -> None:
-    config = dataclasses.replace(config, tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
+    config = dataclasses.replace(config, tie_word_embeddings=tied, **changes)
     for stage in range(pp):
         for rank in range(tp):
             model = LlamaModel(config, ParallelConfig(rank, tp, stage, pp), NoCollectives())

@@ -281,7 +281,7 @@ def test_rotary_biases_of_a_gguf_come_back_in_order(tmp_path: Path) -> None:
         biases[name] = rows.view(-1, 16)[:, stored].reshape(-1) if rotary else rows
     extra = {f"blk.{layer}.{name}.bias": bias.numpy() for name, bias in biases.items() for layer in range(2)}
     checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "m.gguf", extra_tensors=extra))
-    assert checkpoint.config.attention_bias
+    assert checkpoint.config.qkv_bias and checkpoint.config.output_bias
     for part_name, size in (("q", 64), ("k", 32), ("v", 32), ("o", 64)):
         name = f"model.layers.1.self_attn.{part_name}_proj.bias"
         assert torch.equal(part(checkpoint, name, None), torch.arange(size, dtype=torch.float32))

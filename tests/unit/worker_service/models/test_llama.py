@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from loader.checkpoint import open_checkpoint
 from loader.config import ModelConfig
 from loader.errors import CheckpointError
 from loader.weights import load_weights
-from tests.support.tiny_checkpoint import make_tiny_llama, tiny_tensors, write_safetensors
+from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from worker_service.models.llama import LlamaModel
 from worker_service.models.parallel import Collectives, NoCollectives, ParallelConfig
 from worker_service.models.registry import build_model
@@ -76,7 +76,7 @@ def forward(model: LlamaModel, x: torch.Tensor) -> torch.Tensor:
 
 
 def expected_logits(path: Path) -> torch.Tensor:
-    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         logits: torch.Tensor = model(TOKENS[None]).logits[0]
     return logits
@@ -103,43 +103,28 @@ def run_ranks(size: int, work: Callable[[int], torch.Tensor]) -> list[torch.Tens
     return [results[rank] for rank in range(size)]
 
 
-def add_biases(path: Path, config: dict[str, Any]) -> None:
-    tensors = tiny_tensors(config, seed=1, tie=False)
-    rng = np.random.default_rng(2)
-    for name in list(tensors):
-        if "_proj" in name:
-            bias = rng.standard_normal(tensors[name].shape[0]).astype(np.float32)
-            tensors[name.replace("weight", "bias")] = bias
-    write_safetensors(path / "model.safetensors", tensors)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{family: dict(overrides) for family, overrides in TINY_FAMILIES.items()},
+    "tied": {"tie_word_embeddings": True},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "llama3": {"rope_scaling": LLAMA3_ROPE},
+    "qwen2-tied": {**TINY_FAMILIES["qwen2"], "tie_word_embeddings": True},
+    "qwen3-biased": {**TINY_FAMILIES["qwen3"], "attention_bias": True},
+}
 
 
-@pytest.fixture(scope="module", params=["plain", "tied", "biased", "llama3"])
+@pytest.fixture(scope="module", params=CONFIGS)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    overrides: dict[str, Any] = {}
-    if request.param == "llama3":
-        overrides["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    if request.param == "biased":
-        overrides = {"attention_bias": True, "mlp_bias": True}
-    make_tiny_llama(folder, num_layers=3, tie=request.param == "tied", config_overrides=overrides)
-    if request.param == "biased":
-        shape = {
-            "vocab_size": 320,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-        }
-        add_biases(folder, shape)
-    return folder
+    overrides = CONFIGS[request.param]
+    tie = bool(overrides.get("tie_word_embeddings"))
+    return make_tiny_llama(tmp_path_factory.mktemp("model"), num_layers=3, tie=tie, config_overrides=overrides)
 
 
 def test_logits_equal_transformers(path: Path) -> None:
