@@ -1,0 +1,96 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwire.cli.main import run
+from tests.support.tiny_checkpoint import make_tiny_llama
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny_llama(tmp_path / "m", sharded=True, dtype="bfloat16")
+
+
+def answer(capsys: pytest.CaptureFixture[str], status: int, *arguments: object) -> Any:
+    assert run(["check", "--json", *map(str, arguments)]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_usable_checkpoint_is_described_and_exits_with_0(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    assert run(["check", str(model), "--memory", "1GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    text = "\n".join(lines)
+    for words in ("LlamaForCausalLM", "safetensors, 2 files", "1, 2, 4", "KV PER TOKEN", "KV blocks of 16 in 1.0 GiB"):
+        assert words in text
+    assert lines[-1] == "usable: tp 1, pp 1, bfloat16"
+
+
+def test_json_holds_every_figure(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    found = answer(capsys, 0, model, "--tp", 2, "--pp", 2, "--dtype", "float32", "--memory", "2MiB")
+    assert (found["usable"], found["problems"], found["format"]) == (True, [], "safetensors")
+    assert (found["tp_sizes"], found["max_pp"], found["files"]) == ([1, 2, 4], 2, 2)
+    assert found["stored_dtypes"] == {"BF16": found["stored_bytes"]}
+    assert found["stored_bytes"] == 2 * found["parameters"]
+    assert [(rank["pipeline_rank"], rank["tensor_rank"]) for rank in found["ranks"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(rank["weight_bytes"] == 2 * rank["read_bytes"] for rank in found["ranks"])
+    assert found["kv_blocks"] > 0
+    assert found["fitting_max_model_len"] == 512
+    assert "not yet served" in found["warnings"][-1]
+
+
+def test_a_wish_that_cannot_be_met_exits_with_1(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    found = answer(capsys, 1, model, "--tp", 3, "--max-model-len", 10_000)
+    assert [problem["code"] for problem in found["problems"]] == ["tensor_parallel", "max_model_len"]
+    assert (found["ranks"], found["kv_blocks"]) == ([], None)
+    assert run(["check", str(model), "--tp", "3", "--pp", "9"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("problem: tp 3 does not work")
+    assert lines[-1] == "not usable: pp 9 does not work: the model has 2 layers; use a pp of 1 to 2"
+
+
+def test_a_checkpoint_that_is_broken_names_file_and_tensor(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    shard = model / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    found = answer(capsys, 1, model)
+    assert found["usable"] is False
+    (problem,) = found["problems"]
+    assert (problem["code"], problem["file"]) == ("invalid", str(shard))
+    assert "10 bytes are missing" in problem["message"]
+    assert run(["check", str(model)]) == 1
+    assert capsys.readouterr().out.startswith("not usable: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--tp", "0"), "--tp"),
+        (("--memory", "plenty"), "80GiB"),
+        (("--memory", "0"), "80GiB"),
+        (("--dtype", "int3"), "bfloat16"),
+        (("--block-size", "257"), "--block-size"),
+        (("--max-model-len", "0"), "--max-model-len"),
+    ],
+)
+def test_wrong_usage_exits_with_2(
+    capsys: pytest.CaptureFixture[str], model: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    assert run(["check", str(model), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_no_checkpoint_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check"]) == 2
+    assert "CHECKPOINT" in capsys.readouterr().err
+
+
+def test_torch_is_not_imported(model: Path) -> None:
+    script = (
+        "import sys; from stepwire.cli.main import run; "
+        f"status = run(['check', {str(model)!r}, '--json']); "
+        "sys.exit(status or ('torch' in sys.modules) * 3)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
