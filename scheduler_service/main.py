@@ -39,7 +39,8 @@ EXIT_CANNOT_START = 1
 EXIT_WORKER_FAILED = 3
 EXIT_INTERRUPTED = 130
 
-MAX_MESSAGE_BYTES = 64 << 20
+# A prompt of a million tokens fits. Parsing one message holds up all others, so there is no room to spare.
+MAX_MESSAGE_BYTES = 16 << 20
 _HEALTH_EVERY_S = 0.25
 _ERROR_GRACE_S = 1.0
 

@@ -231,7 +231,9 @@ class StepLoop:
                     live.trace.first_token()
                 live.num_output_tokens += 1
                 live.stream.put(item)
-                if item.finish_reason is not None:
+                if live.stream.is_overfull:
+                    self.end(live, _too_slow(live))
+                elif item.finish_reason is not None:
                     self._end_sequence(live, text.sequence, item)
             else:
                 self.end(live, item)
@@ -251,6 +253,15 @@ class StepLoop:
         live.stream.end(error)
         del self._live[live.request.request_id]
         self._wake.set()
+
+
+def _too_slow(live: LiveRequest) -> StepwireError:
+    """What ends a request whose client does not read: its output may not fill the memory of all."""
+    return StepwireError(
+        "CLIENT_TOO_SLOW",
+        "the client leaves too much output untaken; read the stream, or ask for fewer sequences or log-probabilities",
+        {"request_id": live.request.request_id, "output_tokens": str(live.num_output_tokens)},
+    )
 
 
 def _end_error(event: EndEvent) -> StepwireError:

@@ -22,6 +22,9 @@ from scheduler_service.engine.values import Output
 from stepwire.rpc.errors import StepwireError
 
 _MAX_MERGED_TOKENS = 512
+# What a client may leave untaken: as many tokens, or a 24th of it with log-probabilities, which are that much larger.
+MAX_BACKLOG = 250_000
+_LOGPROBS_COST = 24
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -29,17 +32,24 @@ _log = structlog.stdlib.get_logger(__name__)
 class OutputStream:
     """The messages of one request that its client has not taken yet. Used on the event loop alone."""
 
-    __slots__ = ("_error", "_is_ended", "_items", "_tails", "_waiter")
+    __slots__ = ("_backlog", "_error", "_is_ended", "_items", "_tails", "_waiter")
 
     def __init__(self) -> None:
+        self._backlog = 0
         self._items: deque[Output] = deque()
         self._tails: dict[int, Output] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._is_ended = False
         self._error: StepwireError | None = None
 
+    @property
+    def is_overfull(self) -> bool:
+        """Whether more waits here than a client may leave untaken."""
+        return self._backlog > MAX_BACKLOG
+
     def put(self, output: Output) -> None:
         """Adds a message, or merges it into the last one of its sequence if that has not been taken."""
+        self._backlog += _cost(output)
         tail = self._tails.get(output.sequence_index)
         if tail is not None and len(tail.token_ids) < _MAX_MERGED_TOKENS:
             _merge(tail, output)
@@ -65,6 +75,7 @@ class OutputStream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         output = self._items.popleft()
+        self._backlog -= _cost(output)
         if self._tails.get(output.sequence_index) is output:
             del self._tails[output.sequence_index]
         return output
@@ -72,6 +83,10 @@ class OutputStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _cost(output: Output) -> int:
+    return len(output.token_ids) + _LOGPROBS_COST * len(output.logprobs)
 
 
 def _merge(tail: Output, output: Output) -> None:

@@ -45,7 +45,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         """See inference.proto."""
         text = await self._engine.detokenize(
-            request.model, list(request.token_ids), keep_special_tokens=request.keep_special_tokens
+            request.model, request.token_ids, keep_special_tokens=request.keep_special_tokens
         )
         return inference_pb2.DetokenizeResponse(text=text)
 

@@ -52,6 +52,7 @@ _CODES: Mapping[str, grpc.StatusCode] = {
     "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
     "INTERNAL": grpc.StatusCode.INTERNAL,
     "STREAM_DISPLACED": grpc.StatusCode.ABORTED,
+    "CLIENT_TOO_SLOW": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
 

@@ -80,6 +80,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A defect of the service. The text is in its log, not in the answer. INTERNAL."""
     ERROR_REASON_STREAM_DISPLACED: _ErrorReason.ValueType  # 28
     """A newer step stream of the same epoch took this one's place. ABORTED."""
+    ERROR_REASON_CLIENT_TOO_SLOW: _ErrorReason.ValueType  # 29
+    """The client left more output untaken than may wait for it. RESOURCE_EXHAUSTED."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. Every failed call carries exactly one google.rpc.ErrorInfo
@@ -146,4 +148,6 @@ ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 27
 """A defect of the service. The text is in its log, not in the answer. INTERNAL."""
 ERROR_REASON_STREAM_DISPLACED: ErrorReason.ValueType  # 28
 """A newer step stream of the same epoch took this one's place. ABORTED."""
+ERROR_REASON_CLIENT_TOO_SLOW: ErrorReason.ValueType  # 29
+"""The client left more output untaken than may wait for it. RESOURCE_EXHAUSTED."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

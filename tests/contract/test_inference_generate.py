@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from stepwire.rpc.channel import create_channel
+from stepwire.rpc.errors import from_rpc_error
 from stepwire.v1 import inference_pb2 as pb
 from stepwire.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.support.fake_worker import expected_tokens, letter_ids
@@ -178,6 +179,23 @@ async def test_a_slow_client_gets_merged_messages_and_delays_nobody() -> None:
             assert sum(len(output.token_ids) for output in own) == 500
             assert sum(len(output.logprobs) for output in own) == 500
             assert [o.position for o in own] == [sum(len(o.token_ids) for o in own[:i]) for i in range(len(own))]
+
+
+async def test_a_client_that_does_not_read_is_ended_before_its_output_fills_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("scheduler_service.engine.output.MAX_BACKLOG", 2_000)
+    async with running_scheduler() as scheduler:
+        free = scheduler.free_blocks()
+        request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=500, seed=1, logprobs=20, n=16))
+        call = scheduler.stub.Generate(request, timeout=60)
+        assert (await call.read()).HasField("started")
+        await until(lambda: scheduler.free_blocks() == free and not scheduler.worker.sequences)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert from_rpc_error(caught.value).reason == "CLIENT_TOO_SLOW"
 
 
 @pytest.mark.parametrize("how", ["cancel", "disconnect"])

@@ -56,6 +56,18 @@ async def test_merged_messages_do_not_grow_without_end() -> None:
     assert sum(sizes) == 2000 and max(sizes) <= 512
 
 
+async def test_a_stream_is_overfull_until_enough_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_service.engine.output.MAX_BACKLOG", 75)
+    stream = OutputStream()
+    for position in range(3):
+        stream.put(output(position, 0))
+        assert not stream.is_overfull
+    stream.put(output(0, 1))  # Each of the four counts 25: a token, and log-probabilities that weigh as much as 24.
+    assert stream.is_overfull
+    await stream.get()
+    assert not stream.is_overfull
+
+
 async def test_an_error_comes_after_what_is_there() -> None:
     stream = OutputStream()
     stream.put(output(0, 0))
