@@ -184,18 +184,19 @@ async def test_a_slow_client_gets_merged_messages_and_delays_nobody() -> None:
 async def test_a_client_that_does_not_read_is_ended_before_its_output_fills_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("scheduler_service.engine.output.MAX_BACKLOG", 2_000)
+    # Less than what one step brings, so that no client is fast enough.
+    monkeypatch.setattr("scheduler_service.engine.output.MAX_BACKLOG", 100)
     async with running_scheduler() as scheduler:
         free = scheduler.free_blocks()
         request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=500, seed=1, logprobs=20, n=16))
         call = scheduler.stub.Generate(request, timeout=60)
         assert (await call.read()).HasField("started")
-        await until(lambda: scheduler.free_blocks() == free and not scheduler.worker.sequences)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while await call.read() is not grpc.aio.EOF:
                 pass
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert from_rpc_error(caught.value).reason == "CLIENT_TOO_SLOW"
+        await until(lambda: scheduler.free_blocks() == free and not scheduler.worker.sequences)
 
 
 @pytest.mark.parametrize("how", ["cancel", "disconnect"])
