@@ -1,4 +1,4 @@
-"""What a llama GGUF says of its model, in Hugging Face terms. Imports no torch."""
+"""What a GGUF says of its model, in Hugging Face terms. Imports no torch."""
 
 import os
 import re
@@ -9,13 +9,18 @@ from pathlib import Path
 from loader import fields
 from loader.config import ModelConfig, RopeConfig
 from loader.errors import CheckpointError, unreadable
+from loader.families import FAMILIES
 from loader.fields import Fields
 from loader.files import read_exactly
 from loader.gguf_format import GgufFile, GgufTensor
 from loader.hf_config import check_heads, head_dim, rope_config, unsupported_architecture
 from loader.tensors import TensorInfo
 
-SUPPORTED_GGUF_ARCHITECTURES = ("llama",)
+# GGUF calls Mistral a llama, and tells neither from the other.
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SUPPORTED_GGUF_ARCHITECTURES = tuple(_ARCHITECTURES)
+# Rotary pairs lie side by side in these; in the others, as in Hugging Face's form, half a head apart.
+_PAIRWISE_ROTARY = ("llama",)
 _ROPE_FREQS = "rope_freqs.weight"
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -27,6 +32,8 @@ _BLOCK_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -45,8 +52,9 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 def gguf_config(file: GgufFile) -> ModelConfig:
     """The config of a parsed GGUF. Raises CheckpointError like `read_hf_config`."""
     architecture = file.metadata.get("general.architecture")
-    if architecture not in SUPPORTED_GGUF_ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
         raise unsupported_architecture(file.path, str(architecture)[:100], SUPPORTED_GGUF_ARCHITECTURES)
+    family = FAMILIES[_ARCHITECTURES[architecture]]
     prefix = f"{architecture}."
     model = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     values = Fields(file.path, model, "convert the model again with a current llama.cpp")
@@ -60,8 +68,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     tokens = Fields(file.path, file.metadata)
     bos = tokens.token_ids("tokenizer.ggml.bos_token_id", vocab_size)
     return ModelConfig(
-        architecture="LlamaForCausalLM",
-        family="llama",
+        architecture=_ARCHITECTURES[architecture],
+        family=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=values.integer("block_count", fields.LAYER_BOUNDS),
@@ -73,19 +81,21 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         rms_norm_eps=_shortest(values.number("attention.layer_norm_rms_epsilon", fields.EPSILON_BOUNDS)),
         rope=_rope(file, values, size),
         tie_word_embeddings="output.weight" not in names,
-        qkv_bias="blk.0.attn_q.bias" in names,
-        output_bias="blk.0.attn_output.bias" in names,
-        mlp_bias="blk.0.ffn_gate.bias" in names,
+        qkv_bias="blk.0.attn_q.bias" in names if family.qkv_bias is None else family.qkv_bias,
+        output_bias="blk.0.attn_output.bias" in names if family.output_bias is None else family.output_bias,
+        mlp_bias="blk.0.ffn_gate.bias" in names if family.mlp_bias is None else family.mlp_bias,
         hidden_act="silu",
         dtype=_dtype(file),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=_eos_token_ids(tokens, vocab_size),
+        qk_norm=family.qk_norm,
     )
 
 
 def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, TensorInfo]:
     """The tensors of a parsed GGUF under Hugging Face names; those we cannot name keep their own."""
-    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+    pairwise = file.metadata.get("general.architecture") in _PAIRWISE_ROTARY
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if pairwise else {}
     tensors: dict[str, TensorInfo] = {}
     for stored in file.tensors:
         if stored.name == _ROPE_FREQS:
@@ -113,7 +123,8 @@ def _refuse_unsupported(file: GgufFile, values: Fields) -> None:
             found=f"{parts} parts",
         )
     if values.integer("expert_count", (0, 1 << 16), 0) > 0:
-        raise unsupported_architecture(file.path, "llama with experts", ("llama without experts",))
+        name = file.metadata["general.architecture"]
+        raise unsupported_architecture(file.path, f"{name} with experts", (f"{name} without experts",))
 
 
 def _head_dim(values: Fields, hidden_size: int, num_heads: int) -> int:

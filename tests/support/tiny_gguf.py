@@ -1,4 +1,4 @@
-"""Tiny llama GGUF files, written by the `gguf` package so that our reader is not tested against itself."""
+"""Tiny GGUF files, written by the `gguf` package so that our reader is not tested against itself."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +23,8 @@ _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -51,16 +53,18 @@ def make_tiny_gguf(
     `metadata` is laid over the defaults, keys as in the file, None removes one; `without` names GGUF tensors to
     leave out. Matrices are stored as `quantisation`, vectors as F32.
     """
-    config = TINY_CONFIG
+    config = {**TINY_CONFIG, "model_type": architecture}
     tensors = tiny_tensors(config, seed=seed, tie=tie)
     writer = gguf.GGUFWriter(path, architecture)
-    values = {**_model_metadata(config, architecture), **_tokenizer_metadata(config["vocab_size"]), **(metadata or {})}
+    tokenizer = _tokenizer_metadata(TINY_CONFIG["vocab_size"])
+    values = {**_model_metadata(TINY_CONFIG, architecture), **tokenizer, **(metadata or {})}
     for key, value in values.items():
         _add(writer, key, value)
     for name, tensor in tensors.items():
         stored = gguf_name(name)
         if stored not in without:
-            _add_tensor(writer, stored, _to_gguf_order(name, tensor, config), quantisation)
+            ordered = _to_gguf_order(name, tensor, TINY_CONFIG) if architecture == "llama" else tensor
+            _add_tensor(writer, stored, ordered, quantisation)
     for stored, tensor in (extra_tensors or {}).items():
         writer.add_tensor(stored, tensor)
     writer.write_header_to_file()

@@ -11,6 +11,7 @@ from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.config import RopeConfig
 from loader.errors import CheckpointError
 from loader.gguf_model import llama3_divisors
+from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from tests.support.tiny_gguf import make_tiny_gguf
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -55,6 +56,33 @@ def test_only_rotary_projections_are_reordered(tmp_path: Path) -> None:
         for layer in range(2)
         for part, heads in (("q", 4), ("k", 2))
     }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "expected"),
+    [("qwen2", "Qwen2ForCausalLM", (True, False, False, False)), ("qwen3", "Qwen3ForCausalLM", (False,) * 3 + (True,))],
+)
+def test_config_of_qwen(tmp_path: Path, architecture: str, name: str, expected: tuple[bool, ...]) -> None:
+    checkpoint = opened(tmp_path, architecture=architecture)
+    config = checkpoint.config
+    assert (config.architecture, config.family, config.head_dim) == (name, architecture, 16)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == expected
+    assert {info.rotary_heads for info in checkpoint.tensors.values()} == {None}
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_both_formats_agree_on_qwen(tmp_path: Path, architecture: str) -> None:
+    overrides = {**TINY_FAMILIES[architecture], "head_dim": 16}
+    folder = make_tiny_llama(tmp_path / "hf", config_overrides=overrides)
+    assert opened(tmp_path, architecture=architecture).config == open_checkpoint(folder).config
+
+
+@pytest.mark.parametrize(
+    ("architecture", "missing"), [("qwen2", "blk.0.attn_q.bias"), ("qwen3", "blk.1.attn_k_norm.weight")]
+)
+def test_qwen_without_its_own_tensors(tmp_path: Path, architecture: str, missing: str) -> None:
+    error = refused(tmp_path, architecture=architecture, without=[missing])
+    assert (error.code, error.found) == ("invalid", "nothing")
 
 
 def test_ends_of_a_turn(tmp_path: Path) -> None:
@@ -106,7 +134,7 @@ def test_divisors_that_are_no_numbers_are_refused(tmp_path: Path, bad: float) ->
 
 def test_unknown_architecture(tmp_path: Path) -> None:
     error = refused(tmp_path, architecture="gemma3")
-    assert (error.code, error.found, error.expected) == ("unsupported", "gemma3", "llama")
+    assert (error.code, error.found, error.expected) == ("unsupported", "gemma3", "llama, qwen2, qwen3")
 
 
 @pytest.mark.parametrize(
@@ -159,5 +187,5 @@ def test_missing_tensor(tmp_path: Path, missing: str, name: str) -> None:
 
 
 def test_tensor_without_a_place(tmp_path: Path) -> None:
-    extra = {"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}
-    assert refused(tmp_path, extra_tensors=extra).tensor == "blk.0.attn_q_norm.weight"
+    extra = {"blk.0.attn_sinks.weight": np.ones(16, np.float32)}
+    assert refused(tmp_path, extra_tensors=extra).tensor == "blk.0.attn_sinks.weight"

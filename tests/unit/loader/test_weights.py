@@ -60,6 +60,15 @@ def test_safetensors_in_every_type(tmp_path: Path, stored: str, wanted: torch.dt
         assert torch.equal(loaded[name], tensor.to(wanted)), name
 
 
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_qwen_gguf_holds_rows_as_they_are(tmp_path: Path, architecture: str) -> None:
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "m.gguf", architecture=architecture))
+    expected = tiny_tensors({**TINY_CONFIG, "model_type": architecture}, seed=0, tie=False)
+    assert checkpoint.tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(part(checkpoint, name, None), torch.from_numpy(tensor))
+
+
 def test_gguf_rows_come_back_in_order(gguf: Checkpoint) -> None:
     loaded = load(gguf, *everything(gguf))
     for name, tensor in tiny_tensors(TINY_CONFIG, seed=0, tie=False).items():
