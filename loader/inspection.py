@@ -69,8 +69,9 @@ class RankNeeds:
 
     `read_bytes` are the fewest bytes of the files that hold its part, `weight_bytes` those of the weights as loaded.
     `resident_bytes` is what stays in memory: a CPU worker holds an embedding that is also the head twice, the second
-    time packed; others may do with less. `host_peak_bytes` is the most that loading takes of the host's memory,
-    without what the process itself occupies. `kv_bytes_per_token` counts this rank's layers and key-value heads.
+    time packed; others may do with less. `host_peak_bytes` is the most that loading takes of the host's memory; what
+    the process itself occupies, and what its allocator keeps of small tensors that are freed, comes on top.
+    `kv_bytes_per_token` counts this rank's layers and key-value heads.
     """
 
     tensor_rank: int

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from stepwire.cli.errors import EXIT_FAILURE
 from stepwire.cli.field_specs import parse_bytes
 
 _MOST_RANKS_SHOWN = 16
+_TOO_LARGE = 1 << 63
 
 
 def _size(text: str) -> int:
@@ -25,7 +27,7 @@ def _size(text: str) -> int:
         num_bytes = parse_bytes(text)
     except ValueError:
         num_bytes = 0
-    if num_bytes < 1:
+    if not 1 <= num_bytes < _TOO_LARGE:
         raise click.BadParameter(f"{text!r} is not a size in bytes, such as 80GiB")
     return num_bytes
 
@@ -159,7 +161,8 @@ def _warnings(found: Inspection) -> Iterator[str]:
 
 def _facts(checkpoint: Checkpoint, found: Inspection) -> Iterator[tuple[str, str]]:
     config, wish = checkpoint.config, found.wish
-    yield "checkpoint", str(checkpoint.path)
+    # A path need not be text, and what is printed must be.
+    yield "checkpoint", os.fsencode(checkpoint.path).decode("utf-8", "replace")
     yield "model", f"{config.architecture}, {found.num_parameters:,} parameters"
     count = "1 file" if found.num_files == 1 else f"{found.num_files} files"
     yield "stored as", f"{checkpoint.format}, {count}, {found.num_tensors:,} tensors, complete and well shaped"

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,7 @@ def test_a_checkpoint_that_is_broken_names_file_and_tensor(capsys: pytest.Captur
         (("--tp", "0"), "--tp"),
         (("--memory", "plenty"), "80GiB"),
         (("--memory", "0"), "80GiB"),
+        (("--memory", "9" * 400), "80GiB"),
         (("--dtype", "int3"), "bfloat16"),
         (("--block-size", "257"), "--block-size"),
         (("--max-model-len", "0"), "--max-model-len"),
@@ -80,6 +82,14 @@ def test_wrong_usage_exits_with_2(
 ) -> None:
     assert run(["check", str(model), *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_path_need_not_be_text(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    odd = model.rename(model.with_name(os.fsdecode(b"caf\xe9")))
+    assert run(["check", str(odd)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("usable: ")
+    (odd / "config.json").unlink()
+    assert answer(capsys, 1, odd)["problems"][0]["code"] == "not_found"
 
 
 def test_no_checkpoint_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
