@@ -20,9 +20,10 @@ class ModelConfig:
 
     `architecture` is as the checkpoint names it in the Hugging Face way ("LlamaForCausalLM");
     `family` is our short name for it ("llama"). `qkv_bias` and `output_bias` tell which products of
-    attention have a bias, `qk_norm` whether queries and keys are normalised head by head. `dtype` is
-    what the weights are stored in, or "bfloat16" for a quantised GGUF. `eos_token_ids` come from
-    generation_config.json where there is one.
+    attention have a bias, `qk_norm` whether queries and keys are normalised head by head. In the layers
+    whose numbers are in `sliding_layers` a token sees itself and the `sliding_window` - 1 before it.
+    `dtype` is what the weights are stored in, or "bfloat16" for a quantised GGUF. `eos_token_ids` come
+    from generation_config.json where there is one.
     """
 
     architecture: str
@@ -46,3 +47,5 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     qk_norm: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()

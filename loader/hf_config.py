@@ -14,6 +14,7 @@ from loader.files import read_json_object
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 ROPE_SCALING_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")
 DTYPES = ("float32", "float16", "bfloat16")
+_LAYER_KINDS = ("full_attention", "sliding_attention")
 _ACTIVATIONS = {"swish": "silu"}
 
 
@@ -34,6 +35,7 @@ def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
     num_heads = values.integer("num_attention_heads", fields.HEAD_BOUNDS)
     vocab_size = values.integer("vocab_size", fields.VOCAB_BOUNDS)
     num_layers = values.integer("num_hidden_layers", fields.LAYER_BOUNDS)
+    sliding_layers = _sliding_layers(values, family, num_layers)
     generation = _generation_fields(folder, values)
     bos = generation.token_ids("bos_token_id", vocab_size) or values.token_ids("bos_token_id", vocab_size)
     eos = generation.token_ids("eos_token_id", vocab_size) or values.token_ids("eos_token_id", vocab_size)
@@ -47,7 +49,7 @@ def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
         num_kv_heads=check_heads(values, num_heads, _num_kv_heads(values, family, num_heads)),
         head_dim=head_dim(values, "head_dim", hidden_size, num_heads, family.head_dim),
         intermediate_size=values.integer("intermediate_size", fields.INTERMEDIATE_BOUNDS),
-        max_position_count=_max_position_count(values, family, num_layers),
+        max_position_count=values.integer("max_position_embeddings", fields.POSITION_BOUNDS, family.max_position_count),
         rms_norm_eps=values.number("rms_norm_eps", fields.EPSILON_BOUNDS, 1e-6),
         rope=_rope(values),
         tie_word_embeddings=values.boolean("tie_word_embeddings", default=False),
@@ -59,6 +61,10 @@ def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
         qk_norm=family.qk_norm,
+        sliding_window=(
+            values.integer("sliding_window", fields.POSITION_BOUNDS, family.sliding_window) if sliding_layers else None
+        ),
+        sliding_layers=sliding_layers,
     )
 
 
@@ -145,26 +151,21 @@ def _bias(values: Fields, name: str, always: bool | None) -> bool:
     return values.boolean(name, default=False) if always is None else always
 
 
-def _max_position_count(values: Fields, family: Family, num_layers: int) -> int:
-    count = values.integer("max_position_embeddings", fields.POSITION_BOUNDS, family.max_position_count)
-    window = _sliding_window(values, family, num_layers)
-    # Inside the window sliding attention equals full attention, which is all we compute.
-    return count if window is None else min(count, window)
-
-
-def _sliding_window(values: Fields, family: Family, num_layers: int) -> int | None:
-    """How many of the last positions some layer sees at most; None where all layers see everything."""
-    named = values.values.get("sliding_window", family.sliding_window)
-    if family.window == "none" or named is None:
-        return None
-    if family.window == "last_layers":
-        if not values.boolean("use_sliding_window", default=False):
-            return None
-        kinds = values.values.get("layer_types")
-        first = values.integer("max_window_layers", (0, 1 << 20), 28)
-        if "sliding_attention" not in kinds if isinstance(kinds, list) else first >= num_layers:
-            return None
-    return values.integer("sliding_window", fields.POSITION_BOUNDS, family.sliding_window)
+def _sliding_layers(values: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
+    """The layers in which a token sees a window of positions only."""
+    if family.window == "none" or values.values.get("sliding_window", family.sliding_window) is None:
+        return ()
+    if family.window == "all_layers":
+        return tuple(range(num_layers))
+    if not values.boolean("use_sliding_window", default=False):
+        return ()
+    if values.has("layer_types"):
+        kinds = values.values["layer_types"]
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in _LAYER_KINDS for kind in kinds):
+            expected = f"{num_layers} of {' or '.join(_LAYER_KINDS)}"
+            raise values.error("layer_types", "does not tell the kind of each layer", expected, repr(kinds)[:200])
+        return tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
+    return tuple(range(values.integer("max_window_layers", (0, 1 << 20), 28), num_layers))
 
 
 def _generation_fields(folder: Path, config: Fields) -> Fields:

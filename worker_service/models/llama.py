@@ -54,6 +54,9 @@ class LlamaModel:
         self.num_kv_heads = len(kv_head_part(config.num_kv_heads, parallel))
         layers = parallel.layer_range(config.num_layers)
         self.layers = [_Layer(config, parallel, group, number) for number in layers]
+        # How far back each layer of this rank sees; None for all the way.
+        sliding = frozenset(config.sliding_layers)
+        self.windows = [config.sliding_window if number in sliding else None for number in layers]
         rows = vocab_part(config.vocab_size, parallel)
         self._embedding = VocabParallelEmbedding(
             "model.embed_tokens", rows, config.hidden_size, parallel=parallel, group=group

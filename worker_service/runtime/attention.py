@@ -1,6 +1,6 @@
 """Paged attention of one step: decode rows batched over sequences, prefill chunks one sequence at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +34,8 @@ class DecodeGroup:
     stop: int
     rows: torch.Tensor
     """KvCache.block_rows of their tables, padded."""
-    mask: torch.Tensor
-    """[sequences, 1, positions], 0 or -inf, float32."""
+    masks: Mapping[int | None, torch.Tensor]
+    """By window: [sequences, 1, positions], 0 or -inf, float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,18 @@ class AttentionPlan:
 class AttentionPlanner:
     """Turns a batch's lengths and block tables into a plan. Keeps what does not change between steps."""
 
-    def __init__(self, cache: KvCache, device: torch.device) -> None:
+    def __init__(self, cache: KvCache, device: torch.device, windows: Sequence[int | None] = ()) -> None:
+        """`windows` tells of each layer how many positions, its own among them, a token sees; None for all.
+
+        Without any, all layers see everything.
+        """
         self._cache = cache
         self._device = device
+        self.windows = tuple(windows) or (None,) * cache.shape.num_layers
+        self._distinct_windows = tuple(set(self.windows))
         shape = cache.shape
         self._max_group_tokens = max(1, GATHER_BYTES // (shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize))
-        self._causal = torch.empty(0)
+        self._causal: dict[int | None, torch.Tensor] = {}
 
     def plan(self, slots: IntArray, counts: IntArray, computed: IntArray, tables: IntArray) -> AttentionPlan:
         """The plan of a batch whose sequences come as decodes (one new token), longest first, then prefill chunks.
@@ -88,16 +94,22 @@ class AttentionPlanner:
         slot_rows = self._cache.slot_rows(self._tensor(slots))
         return AttentionPlan(slot_rows, decode, prefill)
 
-    def causal_mask(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
-        """[num_queries, num_keys] of 0 and -inf: the last query sees every key, each one before it one key less.
+    def causal_mask(
+        self, num_queries: int, num_keys: int, dtype: torch.dtype, window: int | None = None
+    ) -> torch.Tensor:
+        """[num_queries, num_keys] of 0 and -inf: the last query sees the last key, each one before it one key less.
 
-        `num_queries` is at most TILE.
+        All see every key before that, or the last `window` ones. `num_queries` is at most TILE.
         """
-        if self._causal.shape[-1] < num_keys or self._causal.dtype != dtype:
-            width = max(num_keys, 2 * self._causal.shape[-1], 4 * TILE)
-            mask = torch.full((TILE, width), -torch.inf, dtype=dtype, device=self._device)
-            self._causal = mask.triu_(width - TILE + 1)
-        return self._causal[TILE - num_queries :, self._causal.shape[1] - num_keys :]
+        mask = self._causal.get(window)
+        if mask is None or mask.shape[-1] < num_keys or mask.dtype != dtype:
+            width = max(num_keys, 2 * mask.shape[-1] if mask is not None else 0, 4 * TILE)
+            hidden = torch.full((TILE, width), -torch.inf, dtype=dtype, device=self._device)
+            mask = hidden.triu(width - TILE + 1)
+            if window is not None:
+                mask += hidden.tril_(width - TILE - window)
+            self._causal[window] = mask
+        return mask[TILE - num_queries :, mask.shape[1] - num_keys :]
 
     def _group(self, first: int, last: int, lengths: IntArray, tables: IntArray) -> DecodeGroup:
         block_size = self._cache.block_size
@@ -105,10 +117,18 @@ class AttentionPlanner:
         held = -(-lengths // block_size)
         # Padding reads the sequence's own first block, which is cleared and written like any other of its own.
         padded = np.where(np.arange(num_blocks) < held[:, None], tables[:, :num_blocks], tables[:, :1])
-        hidden = np.arange(num_blocks * block_size) >= lengths[:, None]
+        masks = {
+            window: self._decode_mask(num_blocks * block_size, lengths, window) for window in self._distinct_windows
+        }
+        return DecodeGroup(first, last, self._cache.block_rows(self._tensor(padded)), masks)
+
+    def _decode_mask(self, num_positions: int, lengths: IntArray, window: int | None) -> torch.Tensor:
+        positions = np.arange(num_positions)
+        hidden = positions >= lengths[:, None]
+        if window is not None:
+            hidden |= positions < lengths[:, None] - window
         mask = np.where(hidden, np.float32(-np.inf), np.float32(0.0))
-        rows = self._cache.block_rows(self._tensor(padded))
-        return DecodeGroup(first, last, rows, torch.from_numpy(mask)[:, None].to(self._device))
+        return torch.from_numpy(mask)[:, None].to(self._device)
 
     def _chunk(self, start: int, stop: int, num_computed: int, table: IntArray) -> PrefillChunk:
         if num_computed == 0:
@@ -147,6 +167,7 @@ class PagedAttention:
     def _decode(self, layer: int, group: DecodeGroup, query: torch.Tensor) -> torch.Tensor:
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads = self._cache.shape.num_kv_heads
+        mask = group.masks[self._planner.windows[layer]]
         keys, values = self._cache.gather(layer, group.rows)
         keys = keys.view(num_rows * num_kv_heads, -1, head_dim)
         values = values.view(num_rows * num_kv_heads, -1, head_dim)
@@ -158,12 +179,12 @@ class PagedAttention:
                 folded.view(heads),
                 keys.view(heads),
                 values.view(heads),
-                attn_mask=group.mask[:, None],
+                attn_mask=mask[:, None],
                 scale=self._scale,
             )
             return fused.view(num_rows, -1)
         scores = torch.bmm(folded, keys.transpose(1, 2)).view(num_rows, num_heads, -1)
-        weights = torch.add(group.mask, scores, alpha=self._scale).softmax(-1).to(query.dtype)
+        weights = torch.add(mask, scores, alpha=self._scale).softmax(-1).to(query.dtype)
         return torch.bmm(weights.view(folded.shape[0], folded.shape[1], -1), values).view(num_rows, -1)
 
     def _prefill(
@@ -185,14 +206,16 @@ class PagedAttention:
         grouped = query.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
         target = output.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         group_size = grouped.shape[1]
+        window = self._planner.windows[layer]
         for first in range(0, num_tokens, TILE):
             last = min(first + TILE, num_tokens)
             visible = chunk.num_computed + last
+            start = 0 if window is None else max(0, chunk.num_computed + first + 1 - window)
             target[:, :, first:last] = functional.scaled_dot_product_attention(
                 grouped[:, :, first:last],
-                keys[:, None, :visible].expand(-1, group_size, -1, -1),
-                values[:, None, :visible].expand(-1, group_size, -1, -1),
-                attn_mask=self._planner.causal_mask(last - first, visible, query.dtype),
+                keys[:, None, start:visible].expand(-1, group_size, -1, -1),
+                values[:, None, start:visible].expand(-1, group_size, -1, -1),
+                attn_mask=self._planner.causal_mask(last - first, visible - start, query.dtype, window),
                 scale=self._scale,
             )
 

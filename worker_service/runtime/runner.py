@@ -30,7 +30,9 @@ class ModelRunner:
         self._cache = cache
         self._device = device
         self.max_model_len = max_model_len
-        self._planner = AttentionPlanner(cache, device)
+        # A window that no context outgrows is none.
+        windows = [w if w is not None and w < max_model_len else None for w in model.windows]
+        self._planner = AttentionPlanner(cache, device, windows)
         self.drop_sequences()
 
     @property

@@ -21,6 +21,7 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -68,36 +69,39 @@ def test_head_dim_of_its_own(tmp_path: Path) -> None:
 
 def test_mistral_without_window(tmp_path: Path) -> None:
     config = read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=None)
-    assert (config.architecture, config.family, config.max_position_count) == ("MistralForCausalLM", "mistral", 512)
-
-
-def test_mistral_is_served_within_its_window(tmp_path: Path) -> None:
-    config = read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=100)
-    assert config.max_position_count == 100
+    assert (config.architecture, config.family) == ("MistralForCausalLM", "mistral")
+    assert (config.sliding_window, config.sliding_layers, config.max_position_count) == (None, (), 512)
 
 
 @pytest.mark.parametrize(
     ("architecture", "changes", "expected"),
     [
-        ("Mistral", {}, 4096),
-        ("Mistral", {"max_position_embeddings": None, "sliding_window": None}, 131072),
-        ("Qwen2", {"max_position_embeddings": None}, 32768),
-        ("Qwen2", {"sliding_window": 100}, 8192),
-        ("Qwen2", {"sliding_window": 100, "use_sliding_window": False, "max_window_layers": 0}, 8192),
-        ("Qwen2", {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 2}, 8192),
-        ("Qwen2", {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}, 100),
-        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
-        ("Qwen3", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, 8192),
-        ("Qwen3", {"sliding_window": 100, "use_sliding_window": True, "layer_types": ["full_attention"] * 2}, 8192),
-        ("Qwen3", {"sliding_window": 100, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 100),
-        ("Llama", {"sliding_window": 100}, 8192),
+        ("Mistral", {}, (4096, (0, 1))),
+        ("Mistral", {"sliding_window": 100}, (100, (0, 1))),
+        ("Mistral", {"sliding_window": None}, (None, ())),
+        ("Qwen2", {"sliding_window": 100}, (None, ())),
+        ("Qwen2", {"sliding_window": 100, "use_sliding_window": False, "max_window_layers": 0}, (None, ())),
+        ("Qwen2", {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 2}, (None, ())),
+        ("Qwen2", {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}, (100, (1,))),
+        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 0}, (4096, (0, 1))),
+        ("Qwen3", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, (None, ())),
+        ("Qwen3", {"sliding_window": 100, "use_sliding_window": True, "layer_types": [FULL, FULL]}, (None, ())),
+        ("Qwen3", {"sliding_window": 100, "use_sliding_window": True, "layer_types": [SLIDING, FULL]}, (100, (0,))),
+        ("Llama", {"sliding_window": 100}, (None, ())),
     ],
 )
-def test_a_window_that_some_layer_has_is_the_longest_context(
-    tmp_path: Path, architecture: str, changes: dict[str, Any], expected: int
+def test_sliding_windows(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], expected: tuple[int | None, tuple[int, ...]]
 ) -> None:
-    changes = {"max_position_embeddings": 8192, **changes}
-    assert read(tmp_path, architectures=[f"{architecture}ForCausalLM"], **changes).max_position_count == expected
+    config = read(tmp_path, architectures=[f"{architecture}ForCausalLM"], **changes)
+    assert (config.sliding_window, config.sliding_layers) == expected
+    assert config.max_position_count == 512
+
+
+@pytest.mark.parametrize("kinds", [[FULL], [FULL, "chunked_attention"], "sliding_attention", [FULL, []], {}])
+def test_kinds_of_layers_that_make_no_sense(tmp_path: Path, kinds: Any) -> None:
+    error = refused(tmp_path, architectures=["Qwen3ForCausalLM"], use_sliding_window=True, layer_types=kinds)
+    assert (error.code, error.expected) == ("invalid", "2 of full_attention or sliding_attention")
 
 
 @pytest.mark.parametrize(
@@ -128,11 +132,10 @@ def test_what_config_leaves_unsaid_is_what_transformers_takes(tmp_path: Path, ar
     del content["num_key_value_heads"]
     (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": [architecture]}))
     ours, theirs = read_hf_config(tmp_path, "float32"), AutoConfig.from_pretrained(tmp_path)
-    window = FAMILIES[architecture].sliding_window if FAMILIES[architecture].window == "all_layers" else None
-    assert window == (theirs.sliding_window if window else None)
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 256 // 64)
-    assert ours.max_position_count == min(theirs.max_position_embeddings, window or 1 << 30)
+    assert ours.max_position_count == theirs.max_position_embeddings
     assert (ours.rms_norm_eps, ours.hidden_act) == (theirs.rms_norm_eps, theirs.hidden_act)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
 

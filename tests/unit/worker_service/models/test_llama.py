@@ -70,7 +70,7 @@ def forward(model: LlamaModel, x: torch.Tensor) -> torch.Tensor:
     count, table = len(TOKENS), np.array([[6, 1, 4]])
     positions = np.arange(count)
     slots = table[0][positions // 4] * 4 + positions % 4
-    planner = AttentionPlanner(cache, CPU)
+    planner = AttentionPlanner(cache, CPU, model.windows)
     plan = planner.plan(slots, np.array([count]), np.array([0]), table)
     return model.forward(x, torch.from_numpy(positions), PagedAttention(cache, planner, plan))
 
@@ -115,7 +115,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "biased": {"attention_bias": True, "mlp_bias": True},
     "llama3": {"rope_scaling": LLAMA3_ROPE},
+    "mistral-window": {**TINY_FAMILIES["mistral"], "sliding_window": 4},
     "qwen2-tied": {**TINY_FAMILIES["qwen2"], "tie_word_embeddings": True},
+    "qwen3-window": {
+        **TINY_FAMILIES["qwen3"],
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "max_window_layers": 2,
+    },
     "qwen3-biased": {**TINY_FAMILIES["qwen3"], "attention_bias": True},
 }
 

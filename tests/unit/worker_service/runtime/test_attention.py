@@ -27,9 +27,10 @@ def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused_tokens", [0, 1024])
+@pytest.mark.parametrize("window", [None, 1, 9, 1000])
 @pytest.mark.parametrize("seed", range(6))
 def test_every_token_sees_its_own_past_only(
-    seed: int, fused_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    seed: int, window: int | None, fused_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "FUSED_TOKENS", fused_tokens)
     monkeypatch.setattr(attention, "TILE", 8)
@@ -58,7 +59,7 @@ def test_every_token_sees_its_own_past_only(
     query = torch.randn(sum(counts), HEADS, HEAD_DIM, generator=generator).to(dtype)
     new_keys = torch.cat([keys[start:] for (keys, _), start in zip(past, computed, strict=True)])
     new_values = torch.cat([values[start:] for (_, values), start in zip(past, computed, strict=True)])
-    planner = AttentionPlanner(cache, CPU)
+    planner = AttentionPlanner(cache, CPU, () if window is None else (None, window))
     plan = planner.plan(np.concatenate(slots), np.array(counts), np.array(computed), tables)
     got = PagedAttention(cache, planner, plan)(1, query, new_keys, new_values)
     assert got.dtype == dtype
@@ -66,7 +67,7 @@ def test_every_token_sees_its_own_past_only(
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     for (keys, values), start, count in zip(past, computed, counts, strict=True):
         for position in range(start, start + count):
-            seen = slice(0, position + 1)
+            seen = slice(max(0, position + 1 - (window or 1000)), position + 1)
             expected = reference(query[row].float(), keys[seen].float(), values[seen].float())
             torch.testing.assert_close(got[row].float(), expected, rtol=tolerance, atol=tolerance)
             row += 1
@@ -95,11 +96,14 @@ def test_no_decodes_make_no_groups() -> None:
     assert split_decodes(np.zeros(0, np.int64), 100) == []
 
 
-def test_the_causal_mask_is_right_at_every_size() -> None:
+@pytest.mark.parametrize("window", [None, 1, 6, 200])
+def test_the_causal_mask_is_right_at_every_size(window: int | None) -> None:
     cache = KvCache(CacheShape(1, 1, 8, torch.float32), 2, 4, CPU)
     planner = AttentionPlanner(cache, CPU)
     for num_queries, num_keys in ((1, 1), (3, 3), (2, 700), (128, 128), (128, 2000), (5, 9)):
-        mask = planner.causal_mask(num_queries, num_keys, torch.float32)
+        mask = planner.causal_mask(num_queries, num_keys, torch.float32, window)
         visible = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        if window is not None:
+            visible = visible.triu(num_keys - num_queries - window + 1)
         assert torch.equal(mask == 0.0, visible)
         assert bool((mask[~visible] == -torch.inf).all())

@@ -1,7 +1,9 @@
 """Every family on the runner, token for token against transformers."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +19,19 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(320) for _ in range(length)] for length in LENGTHS]
 
 
-@pytest.fixture(scope="module", params=TINY_FAMILIES)
+WINDOWED = {"use_sliding_window": True, "sliding_window": 20}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    **TINY_FAMILIES,
+    "mistral-window": {**TINY_FAMILIES["mistral"], "sliding_window": 20},
+    "qwen2-window": {**TINY_FAMILIES["qwen2"], **WINDOWED, "max_window_layers": 1},
+    "qwen3-window": {**TINY_FAMILIES["qwen3"], **WINDOWED, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    return make_tiny_llama(folder, config_overrides=TINY_FAMILIES[request.param])
+    return make_tiny_llama(folder, config_overrides=CONFIGS[request.param])
 
 
 @pytest.fixture(scope="module")
