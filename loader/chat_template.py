@@ -49,8 +49,8 @@ def _named(path: Path, value: object, name: str = DEFAULT) -> dict[str, str]:
         return {}
     if isinstance(value, str):
         return {name: value}
-    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        value = {item.get("name"): item.get("template") for item in value}
+    if isinstance(value, list) and all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in value):
+        value = {item["name"]: item.get("template") for item in value}
     if isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair):
         return dict(value)
     raise CheckpointError(

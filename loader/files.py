@@ -2,17 +2,26 @@
 
 import json
 import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from loader.errors import CheckpointError, unreadable
 
 MAX_JSON_BYTES = 64 << 20
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
+_LFS_POINTER = "a git-LFS pointer, not the file it stands for"
+_WEB_PAGE = "a web page"
+# Kinds that no file is meant to be, whatever its ending.
+NOT_WHAT_IT_IS_NAMED = (_LFS_POINTER, _WEB_PAGE)
 _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (
         b"version https://git-lfs",
-        "a git-LFS pointer, not the file it stands for",
+        _LFS_POINTER,
         "fetch the real file with `git lfs pull`, or download it again",
     ),
     (b"GGUF", "a GGUF file", "give it the ending .gguf and pass its own path"),
@@ -36,7 +45,7 @@ def foreign_kind(head: bytes) -> tuple[str, str] | None:
             return kind, remedy
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "a web page", "the download was answered with a page, often a login or error page; download it again"
+        return _WEB_PAGE, "the download was answered with a page, often a login or error page; download it again"
     return None
 
 
@@ -48,13 +57,34 @@ def foreign_file_error(path: Path, head: bytes, wanted: str) -> CheckpointError 
     return CheckpointError("invalid", f"{path} is {kind[0]}", kind[1], file=path, expected=wanted, found=kind[0])
 
 
-def read_head(path: Path, num_bytes: int = 256) -> bytes:
-    """The first bytes of a file."""
+@contextmanager
+def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """Yields the descriptor and the status of a regular file.
+
+    Raises CheckpointError for what is none, where opening a pipe would wait for its other end, and for whatever
+    the operating system refuses, within the block too.
+    """
     try:
-        with path.open("rb") as file:
-            return file.read(num_bytes)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise unreadable(path, error) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(
+                "invalid", f"{path} is not a regular file", "pass a checkpoint made of files", file=path
+            )
+        yield descriptor, status
+    except OSError as error:
+        raise unreadable(path, error) from error
+    finally:
+        os.close(descriptor)
+
+
+def read_head(path: Path, num_bytes: int = 256) -> bytes:
+    """The first bytes of a file."""
+    with open_regular(path) as (descriptor, _):
+        return read_exactly(descriptor, num_bytes, 0)
 
 
 def read_exactly(descriptor: int, num_bytes: int, offset: int) -> bytes:
@@ -72,11 +102,9 @@ def read_exactly(descriptor: int, num_bytes: int, offset: int) -> bytes:
 
 def read_small(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """The whole of a file that must not be larger than `max_bytes`."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with open_regular(path) as (descriptor, status):
+        # As large a buffer as is asked for is taken at once, so ask for no more than there is.
+        data = read_exactly(descriptor, min(status.st_size, max_bytes) + 1, 0)
     if len(data) > max_bytes:
         raise CheckpointError(
             "invalid", f"{path} is larger than {max_bytes} bytes", "replace it with the model's own file", file=path
@@ -101,11 +129,20 @@ def decode_text(path: Path, data: bytes) -> str:
         ) from cause
 
 
+def parse_json(text: str, pairs_hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None) -> Any:
+    """The value of a JSON text. Raises ValueError or RecursionError, also for text that is no Unicode."""
+    value = json.loads(text, object_pairs_hook=pairs_hook)
+    if _SURROGATE.search(text):
+        # JSON can spell halves of characters, which can neither be shown, nor sent, nor be looked up.
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def parse_json_object(path: Path, data: bytes) -> dict[str, Any]:
     """`data`, the content of `path`, as a JSON object."""
     text = decode_text(path, data)
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except (ValueError, RecursionError) as cause:
         raise CheckpointError(
             "invalid", f"{path} is not valid JSON: {cause}", "download the file again", file=path, expected="JSON"

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import stat
 import struct
 import sys
 from array import array
@@ -12,8 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
-from loader.errors import CheckpointError, unreadable
-from loader.files import foreign_file_error
+from loader.errors import CheckpointError
+from loader.files import foreign_file_error, open_regular
 
 MAX_HEADER_BYTES = 256 << 20
 _MAX_DIMENSION = 1 << 48
@@ -93,21 +92,10 @@ def read_gguf_file(path: Path) -> GgufFile:
     No length in the file is trusted before it is held against the file's size. Raises CheckpointError "not_found",
     "invalid" (with the count of missing bytes where known) or "unsupported".
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError("invalid", f"{path} is not a regular file", "pass a GGUF file", file=path)
+    with open_regular(path) as (descriptor, status):
         reader = _Reader(path, descriptor, status.st_size)
         version, metadata, tensors = _parse(reader)
         digest = hashlib.sha256(reader.consumed()).digest()
-    except OSError as error:
-        raise unreadable(path, error) from error
-    finally:
-        os.close(descriptor)
     return GgufFile(path, version, metadata, tensors, status.st_size, status.st_mtime_ns, digest)
 
 

@@ -1,17 +1,16 @@
 """What a GGUF says of its model, in Hugging Face terms. Imports no torch."""
 
-import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from loader import fields
 from loader.config import ModelConfig, RopeConfig
-from loader.errors import CheckpointError, unreadable
+from loader.errors import CheckpointError
 from loader.families import FAMILIES
 from loader.fields import Fields
-from loader.files import read_exactly
+from loader.files import open_regular, read_exactly
 from loader.gguf_format import GgufFile, GgufTensor
 from loader.hf_config import check_heads, head_dim, rope_config, unsupported_architecture
 from loader.tensors import TensorInfo
@@ -100,6 +99,8 @@ def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, TensorInfo]:
     for stored in file.tensors:
         if stored.name == _ROPE_FREQS:
             continue
+        if len(stored.shape) < 2 and stored.dtype not in _UNQUANTISED:
+            raise quantised_vector(file.path, stored.name, stored.dtype)
         name, rotary_heads = _GLOBAL_NAMES.get(stored.name, stored.name), None
         block = _BLOCK.fullmatch(stored.name)
         if block is not None and block[2] in _BLOCK_NAMES:
@@ -109,6 +110,19 @@ def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, TensorInfo]:
             name, stored.dtype, stored.shape, file.path, stored.offset, stored.num_bytes, stored.name, rotary_heads
         )
     return tensors
+
+
+def quantised_vector(file: Path, name: str, dtype: str) -> CheckpointError:
+    """The error for a tensor of one dimension in a type of blocks, which no converter writes."""
+    return CheckpointError(
+        "unsupported",
+        f"{file}: tensor {name!r} is a quantised vector ({dtype})",
+        "convert the model again with a current llama.cpp",
+        file=file,
+        tensor=name,
+        expected=", ".join(_UNQUANTISED),
+        found=dtype,
+    )
 
 
 def _refuse_unsupported(file: GgufFile, values: Fields) -> None:
@@ -158,8 +172,8 @@ def _eos_token_ids(tokens: Fields, vocab_size: int) -> tuple[int, ...]:
     for key in ("eos_token_id", "eot_token_id", "eom_token_id"):
         ids.update(dict.fromkeys(tokens.token_ids(f"tokenizer.ggml.{key}", vocab_size)))
     texts, kinds = tokens.values.get("tokenizer.ggml.tokens"), tokens.values.get("tokenizer.ggml.token_type")
-    if isinstance(texts, list) and kinds is not None and len(texts) <= vocab_size:
-        special = [number for number, kind in enumerate(kinds) if kind == _CONTROL_TOKEN]  # type: ignore[arg-type, var-annotated]
+    if isinstance(texts, list) and isinstance(kinds, Sequence) and len(texts) <= vocab_size:
+        special = [number for number, kind in enumerate(kinds) if kind == _CONTROL_TOKEN]
         ids.update({number: None for number in special if number < len(texts) and texts[number] in _TURN_ENDS})
     return tuple(ids)
 
@@ -219,14 +233,8 @@ def llama3_divisors(theta: float, size: int, parameters: Mapping[str, float]) ->
 
 
 def _read_tensor(path: Path, tensor: GgufTensor) -> bytes:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            data = read_exactly(descriptor, tensor.num_bytes, tensor.offset)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with open_regular(path) as (descriptor, _):
+        data = read_exactly(descriptor, tensor.num_bytes, tensor.offset)
     if len(data) != tensor.num_bytes:
         raise CheckpointError("invalid", f"{path} became shorter while it was read", "load it again", file=path)
     return data

@@ -1,9 +1,6 @@
 """Headers of safetensors files. Reads no tensor data and imports no torch."""
 
 import hashlib
-import json
-import os
-import stat
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,13 +8,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from loader.errors import CheckpointError, unreadable
-from loader.files import foreign_file_error, read_exactly
+from loader.errors import CheckpointError
+from loader.files import foreign_file_error, open_regular, parse_json, read_exactly
 from loader.tensors import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _MAX_DIMENSION = 1 << 62
+_MAX_DIMENSIONS = 16
 _DOWNLOAD_AGAIN = "download the file again"
 
 DTYPE_BITS = {
@@ -46,19 +44,8 @@ def read_safetensors_file(path: Path) -> SafetensorsFile:
 
     Raises CheckpointError "not_found" or "invalid", naming the file, the tensor, and how many bytes are missing.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise _invalid(path, "is not a regular file", "pass a checkpoint made of files")
+    with open_regular(path) as (descriptor, status):
         header = _read_header(path, descriptor, status.st_size)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    finally:
-        os.close(descriptor)
     data_start = _LENGTH_BYTES + len(header)
     tensors = _parse_header(path, header, data_start)
     _check_coverage(path, tensors, data_start, status.st_size)
@@ -101,7 +88,7 @@ def _read_header(path: Path, descriptor: int, file_size: int) -> bytes:
 
 def _parse_header(path: Path, header: bytes, data_start: int) -> list[TensorInfo]:
     try:
-        entries = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
+        entries = parse_json(header.decode("utf-8"), _unique_keys)
     except UnicodeDecodeError as cause:
         raise _invalid(path, f"has a header that is not UTF-8 (byte {cause.start})", expected="UTF-8") from cause
     except (ValueError, RecursionError) as cause:
@@ -138,23 +125,42 @@ def _parse_entry(path: Path, name: str, entry: object, data_start: int) -> Tenso
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _invalid(
-            path, f"gives tensor {name!r} the unknown type {dtype!r}", tensor=name, expected=", ".join(DTYPE_BITS)
+            path, f"gives tensor {name!r} the unknown type {_short(dtype)}", tensor=name, expected=", ".join(DTYPE_BITS)
         )
-    if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
-        raise _invalid(path, f"gives tensor {name!r} the shape {shape!r}", tensor=name, expected="counts")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
-        raise _invalid(path, f"gives tensor {name!r} the data_offsets {offsets!r}", tensor=name, expected="two counts")
-    begin, end = offsets
-    num_bits = prod(shape) * DTYPE_BITS[dtype]
-    if end < begin or num_bits % 8 or num_bits // 8 != end - begin:
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(_is_count(size) for size in shape):
         raise _invalid(
             path,
-            f"gives tensor {name!r} {end - begin} bytes, where {dtype} {shape} takes {num_bits / 8:g}",
+            f"gives tensor {name!r} the shape {_short(shape)}",
             tensor=name,
-            expected=f"{num_bits / 8:g} bytes",
+            expected=f"at most {_MAX_DIMENSIONS} counts",
+            found=_short(shape),
+        )
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
+        raise _invalid(
+            path,
+            f"gives tensor {name!r} the data_offsets {_short(offsets)}",
+            tensor=name,
+            expected="two counts",
+            found=_short(offsets),
+        )
+    begin, end = offsets
+    num_bits = prod(shape) * DTYPE_BITS[dtype]
+    if end < begin or num_bits != 8 * (end - begin):
+        # A float could not hold the product of hostile sizes.
+        fraction = f"{num_bits % 8 / 8:g}".removeprefix("0")
+        needed = f"{num_bits // 8}{fraction} bytes"
+        raise _invalid(
+            path,
+            f"gives tensor {name!r} {end - begin} bytes, where {dtype} {shape} takes {needed}",
+            tensor=name,
+            expected=needed,
             found=f"{end - begin} bytes",
         )
     return TensorInfo(name, dtype, tuple(shape), path, data_start + begin, end - begin, name)
+
+
+def _short(value: object) -> str:
+    return repr(value)[:200]
 
 
 def _is_count(value: object) -> bool:

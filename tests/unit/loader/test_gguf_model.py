@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.config import RopeConfig
 from loader.errors import CheckpointError
-from loader.gguf_model import llama3_divisors
+from loader.gguf_format import read_gguf_file
+from loader.gguf_model import gguf_config, gguf_tensors, llama3_divisors
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from tests.support.tiny_gguf import make_tiny_gguf
 
@@ -189,3 +191,16 @@ def test_missing_tensor(tmp_path: Path, missing: str, name: str) -> None:
 def test_tensor_without_a_place(tmp_path: Path) -> None:
     extra = {"blk.0.attn_sinks.weight": np.ones(16, np.float32)}
     assert refused(tmp_path, extra_tensors=extra).tensor == "blk.0.attn_sinks.weight"
+
+
+def test_quantised_vector_is_refused_from_the_header(tmp_path: Path) -> None:
+    file = read_gguf_file(make_tiny_gguf(tmp_path / "m.gguf"))
+    tensors = [replace(one, dtype="Q4_1") if one.name == "output_norm.weight" else one for one in file.tensors]
+    with pytest.raises(CheckpointError) as caught:
+        gguf_tensors(replace(file, tensors=tuple(tensors)), gguf_config(file))
+    error = caught.value
+    assert (error.code, error.tensor, error.found) == ("unsupported", "output_norm.weight", "Q4_1")
+
+
+def test_token_types_that_are_no_list_name_no_ends(tmp_path: Path) -> None:
+    assert opened(tmp_path, metadata={"tokenizer.ggml.token_type": 3}).config.eos_token_ids == (2,)
