@@ -8,9 +8,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from loader.errors import CheckpointError
 from loader.fields import Fields
+from loader.guard import refuse_failures
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4
+# What looking for the merges of a vocabulary may cost; those in use take a hundredth.
+_MAX_CUT_LETTERS = 1 << 31
+_CONVERT_AGAIN = "convert the model again with a current llama.cpp"
 _SPACE = "\u2581"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -73,15 +77,18 @@ def build_gguf_tokenizer(path: Path, metadata: Mapping[str, object]) -> Tokenize
     """
     own = {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
     values = Fields(path, own)
-    tokens = _texts(values, "tokens")
-    kind = values.text("model")
+    with refuse_failures(path, "has a vocabulary and merges that do not fit together", _CONVERT_AGAIN):
+        return _build(values, _texts(values, "tokens"), values.text("model"))
+
+
+def _build(values: Fields, tokens: Sequence[str], kind: str | None) -> Tokenizer:
     pre = _pre_tokenizer(values) if kind == "gpt2" else None
     if pre is not None:
         tokenizer = _byte_level(values, tokens, pre)
     elif kind == "llama":
         tokenizer = _sentencepiece(values, tokens)
     else:
-        raise _unsupported(path, "tokenizer model", str(kind), ("gpt2", "llama"))
+        raise _unsupported(values.file, "tokenizer model", str(kind), ("gpt2", "llama"))
     _add_tokens(values, tokenizer, tokens)
     _add_post_processor(values, tokenizer, tokens, bos_by_default=pre is None or pre.add_bos)
     return tokenizer
@@ -94,7 +101,7 @@ def _pre_tokenizer(values: Fields) -> _PreTokenizer:
         raise CheckpointError(
             "unsupported",
             f"{values.file} does not say how to cut text (tokenizer.ggml.pre is missing)",
-            "convert the model again with a current llama.cpp",
+            _CONVERT_AGAIN,
             file=values.file,
             expected="tokenizer.ggml.pre",
             found="nothing",
@@ -109,7 +116,7 @@ def _byte_level(values: Fields, tokens: Sequence[str], pre: _PreTokenizer) -> To
     for merge in _texts(values, "merges"):
         cut = merge.find(" ", 1)
         merges.append((merge[:cut], merge[cut + 1 :]))
-    tokenizer = _bpe(values, tokens, merges, ignore_merges=pre.ignore_merges)
+    tokenizer = _bpe(tokens, merges, ignore_merges=pre.ignore_merges)
     tokenizer.pre_tokenizer = pre.build()
     tokenizer.decoder = decoders.ByteLevel()
     if pre.nfc:
@@ -125,7 +132,7 @@ def _sentencepiece(values: Fields, tokens: Sequence[str]) -> Tokenizer:
     unknown = values.token_ids("unknown_token_id", len(tokens))
     unk_token = tokens[unknown[0]] if unknown else ("<unk>" if "<unk>" in tokens else None)
     merges = merges_from_scores(tokens, scores)
-    tokenizer = _bpe(values, tokens, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
+    tokenizer = _bpe(tokens, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
     prefix = values.boolean("add_space_prefix", default=True)
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(_SPACE)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
@@ -137,7 +144,12 @@ def _sentencepiece(values: Fields, tokens: Sequence[str]) -> Tokenizer:
 
 
 def merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The pairs that make up each token, best token first: what sentencepiece does while it merges."""
+    """The pairs that make up each token, best token first: what sentencepiece does while it merges.
+
+    Raises ValueError for tokens so long that there would be no end to it.
+    """
+    if sum(len(token) ** 2 for token in tokens) > _MAX_CUT_LETTERS:
+        raise ValueError("the tokens are too long for a vocabulary")
     known = set(tokens)
     merges = []
     for token, score in zip(tokens, scores, strict=True):
@@ -149,17 +161,9 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[t
     return [(left, right) for _, _, left, right in merges]
 
 
-def _bpe(values: Fields, tokens: Sequence[str], merges: list[tuple[str, str]], **options: object) -> Tokenizer:
+def _bpe(tokens: Sequence[str], merges: list[tuple[str, str]], **options: object) -> Tokenizer:
     vocab = {token: number for number, token in enumerate(tokens)}
-    try:
-        return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
-    except Exception as cause:  # what the library raises is a bare Exception
-        raise CheckpointError(
-            "invalid",
-            f"{values.file} has a vocabulary and merges that do not fit together: {str(cause)[:200]}",
-            "convert the model again with a current llama.cpp",
-            file=values.file,
-        ) from cause
+    return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
 
 
 def _add_tokens(values: Fields, tokenizer: Tokenizer, tokens: Sequence[str]) -> None:

@@ -250,3 +250,8 @@ def test_sentencepiece_without_scores(scores: Any) -> None:
 def test_merges_put_the_best_token_first() -> None:
     tokens, scores = ["a", "b", "ab", "abb", "bb"], [0.0, 0.0, -2.0, -1.0, -3.0]
     assert merges_from_scores(tokens, scores) == [("ab", "b"), ("a", "bb"), ("a", "b"), ("b", "b")]
+
+
+def test_tokens_too_long_to_look_for_merges_in() -> None:
+    with pytest.raises(ValueError, match="too long"):
+        merges_from_scores(["a" * 100_000], [0.0])

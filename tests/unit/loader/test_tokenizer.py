@@ -156,3 +156,13 @@ def test_broken_tokenizer(folder: Path, content: bytes, text: str) -> None:
 def test_broken_tokenizer_config(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("[")
     assert refused(folder).file == folder / "tokenizer_config.json"
+
+
+@pytest.mark.parametrize("charsmap", ["AAAA", "AQAAAAE="], ids=["when read", "when used"])
+def test_tokenizer_that_panics(folder: Path, charsmap: str) -> None:
+    """A panic of the library is no Exception, and would end more than the load."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    error = refused(folder)
+    assert (error.code, error.file) == ("invalid", folder / "tokenizer.json")
