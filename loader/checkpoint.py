@@ -9,7 +9,8 @@ from typing import Literal
 
 from loader.config import ModelConfig
 from loader.errors import CheckpointError, unreadable
-from loader.files import foreign_kind, read_head, read_small
+from loader.files import NOT_WHAT_IT_IS_NAMED, foreign_kind, read_head, read_small
+from loader.foreign import refuse_foreign_tensors
 from loader.gguf_format import GgufFile, MetadataValue, read_gguf_file
 from loader.gguf_model import gguf_config, gguf_tensors
 from loader.hf_config import DTYPES, read_hf_config
@@ -119,6 +120,9 @@ def _no_config(folder: Path) -> CheckpointError:
 def _no_weights(folder: Path) -> CheckpointError:
     pickles = sorted(path for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
     if pickles:
+        kind = foreign_kind(read_head(pickles[0]))
+        if kind is not None and kind[0] in NOT_WHAT_IT_IS_NAMED:
+            return CheckpointError("invalid", f"{pickles[0]} is {kind[0]}", kind[1], file=pickles[0], found=kind[0])
         convert = (
             'python -c "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
             "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2]); "
@@ -146,6 +150,7 @@ def _from_safetensors(folder: Path, files: Iterable[SafetensorsFile]) -> Checkpo
     files = list(files)
     tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
     config = read_hf_config(folder, _stored_dtype(tensors))
+    refuse_foreign_tensors(tensors)
     check_tensors(folder, config, tensors)
     for tensor in tensors.values():
         if tensor.dtype not in _STORED_DTYPES:

@@ -56,6 +56,8 @@ def check_tensors(path: Path, config: ModelConfig, tensors: Mapping[str, TensorI
         if name in expected or name.endswith(_IGNORED_SUFFIXES):
             continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
+            if stored.shape != expected["model.embed_tokens.weight"]:
+                raise wrong_shape(stored, expected["model.embed_tokens.weight"])
             continue
         raise CheckpointError(
             "invalid",
@@ -87,10 +89,13 @@ def missing_tensor(path: Path, name: str, shape: tuple[int, ...], num_tensors: i
 
 def wrong_shape(stored: TensorInfo, shape: tuple[int, ...]) -> CheckpointError:
     """The error for a tensor whose shape is not what the model needs."""
+    remedy = "check that config and weights belong together"
+    if stored.name in ("model.embed_tokens.weight", "lm_head.weight") and stored.shape[1:] == shape[1:]:
+        remedy = f"if the vocabulary was resized, set vocab_size to {stored.shape[0]}, else " + remedy
     return CheckpointError(
         "invalid",
         f"{stored.file}: tensor {stored.name!r} has the shape {list(stored.shape)}, expected {list(shape)}",
-        "check that config and weights belong together",
+        remedy,
         file=stored.file,
         tensor=stored.name,
         expected=str(list(shape)),

@@ -11,6 +11,7 @@ from loader.safetensors_format import SafetensorsFile, read_safetensors_file
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<total>\d{5,6})\.safetensors")
+_SLICED = re.compile(r"(model-rank-\d+-part-\d+|rank\d+)\.safetensors")
 
 
 def find_safetensors(folder: Path) -> list[SafetensorsFile] | None:
@@ -33,8 +34,18 @@ def find_safetensors(folder: Path) -> list[SafetensorsFile] | None:
                 file=folder / names[0],
             )
         return None
+    sliced = [name for name in usable if _SLICED.fullmatch(name)]
+    if sliced and SINGLE_NAME not in usable:
+        raise CheckpointError(
+            "unsupported",
+            f"{folder} holds weights sliced for the ranks of another engine ({sliced[0]})",
+            "use the checkpoint they were made from",
+            file=folder / sliced[0],
+            expected="whole tensors",
+            found="slices of one rank",
+        )
     chosen = [SINGLE_NAME] if SINGLE_NAME in usable else usable
-    if len(chosen) > 1:
+    if len(chosen) > 1 or _SHARD.fullmatch(chosen[0]):
         _check_complete(folder, chosen)
     files = [read_safetensors_file(folder / name) for name in chosen]
     _check_disjoint(files)

@@ -18,6 +18,7 @@ from loader.errors import CheckpointError, LoadCancelled, unreadable
 from loader.gguf_format import GGML_TYPES
 from loader.llama import missing_tensor, wrong_shape
 from loader.tensors import TensorInfo, WeightSlice
+from loader.tied import check_tied_head
 
 __all__ = ["WeightSlice", "bytes_to_read", "load_weights"]
 
@@ -44,10 +45,13 @@ def load_weights(
     whatever the size of the checkpoint. While it runs, torch operations of this process use one thread each: the
     chunks are what runs in parallel, on as many threads as torch had.
 
-    Raises CheckpointError for a tensor that is missing, has another shape or cannot be read, and for a value that
-    float16 cannot hold; LoadCancelled when `cancelled` says so; ValueError for a name wanted twice.
+    Raises CheckpointError for a tensor that is missing, has another shape or cannot be read, for a value that
+    float16 cannot hold, and for an output layer that differs from the embedding it is said to share (these bytes
+    are not among those counted, see `loader.tied`); LoadCancelled when `cancelled` says so; ValueError for a name
+    wanted twice.
     """
     plans = _plan(checkpoint, wanted)
+    check_tied_head(checkpoint, wanted, cancelled)
     results = {plan.want.name: torch.empty(plan.want.part_shape, dtype=dtype) for plan in plans}
     with _one_torch_thread() as num_threads, ExitStack() as stack:
         files = _open_files(stack, plans)
@@ -190,16 +194,6 @@ def _plan_one(checkpoint: Checkpoint, want: WeightSlice) -> _Plan:
     block_values, block_bytes = _block(info)
     num_rows = info.shape[0] if info.shape else 1
     row_values = prod(info.shape[1:])
-    if len(info.shape) < 2 and block_values > 1:
-        raise CheckpointError(
-            "unsupported",
-            f"{info.file}: tensor {info.name!r} is a quantised vector ({info.dtype})",
-            "convert the model again with a current llama.cpp",
-            file=info.file,
-            tensor=info.name,
-            expected="F32, F16 or BF16",
-            found=info.dtype,
-        )
     row_bytes = row_values * block_bytes // block_values
     row_group = 1
     if info.rotary_heads is not None:

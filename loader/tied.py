@@ -1,0 +1,72 @@
+"""A tied model that carries an output layer all the same: it must repeat the embedding, for it is never used."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from loader.checkpoint import Checkpoint
+from loader.errors import CheckpointError, LoadCancelled
+from loader.files import open_regular, read_exactly
+from loader.tensors import TensorInfo, WeightSlice
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_CHUNK_BYTES = 4 << 20
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def check_tied_head(checkpoint: Checkpoint, wanted: Sequence[WeightSlice], cancelled: Callable[[], bool]) -> None:
+    """Compares the rows of the embedding that are among `wanted` with the same rows of a stored output layer.
+
+    Does nothing for a model that is not tied, or stores no output layer. Raises CheckpointError "invalid" where they
+    differ: whichever was meant, using the other makes the model answer nonsense; LoadCancelled.
+    """
+    embedding, head = checkpoint.tensors.get(_EMBEDDING), checkpoint.tensors.get(_HEAD)
+    if not checkpoint.config.tie_word_embeddings or embedding is None or head is None:
+        return
+    for want in wanted:
+        if want.name == _EMBEDDING:
+            rows = (want.start, want.stop) if want.dim == 0 else (0, embedding.shape[0])
+            _compare(embedding, head, rows, cancelled)
+
+
+def _compare(embedding: TensorInfo, head: TensorInfo, rows: tuple[int, int], cancelled: Callable[[], bool]) -> None:
+    num_rows = embedding.shape[0]
+    step = max(1, _CHUNK_BYTES * num_rows // max(embedding.num_bytes, head.num_bytes))
+    with open_regular(embedding.file) as (first, _), open_regular(head.file) as (second, _):
+        for start in range(*rows, step):
+            if cancelled():
+                raise LoadCancelled
+            stop = min(start + step, rows[1])
+            left, right = _read(first, embedding, start, stop), _read(second, head, start, stop)
+            if not torch.equal(left, right):
+                row = start + int((left != right).any(dim=1).nonzero()[0])
+                raise _differs(embedding, head, row)
+
+
+def _read(descriptor: int, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
+    """The rows as float32, in which every type compared here has all its values."""
+    row_bytes = info.num_bytes // info.shape[0]
+    data = read_exactly(descriptor, (stop - start) * row_bytes, info.offset + start * row_bytes)
+    if len(data) != (stop - start) * row_bytes:
+        raise CheckpointError(
+            "invalid",
+            f"{info.file} became shorter while it was read",
+            "wait until the download has ended, then load again",
+            file=info.file,
+            tensor=info.name,
+        )
+    values = torch.frombuffer(bytearray(data), dtype=_DTYPES[info.dtype])
+    return values.float().nan_to_num().view(stop - start, -1)
+
+
+def _differs(embedding: TensorInfo, head: TensorInfo, row: int) -> CheckpointError:
+    return CheckpointError(
+        "invalid",
+        f"{head.file} holds tensor {head.name!r}, which differs from {embedding.name!r} in row {row}, while the "
+        "config says that they are one (tie_word_embeddings)",
+        "set tie_word_embeddings to false if the model has an output layer of its own, or else remove that tensor",
+        file=head.file,
+        tensor=head.name,
+        expected=f"the values of {embedding.name}",
+        found=f"another row {row}",
+    )
