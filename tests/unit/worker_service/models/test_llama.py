@@ -53,20 +53,22 @@ class ThreadGroup:
         return tensors
 
 
-def load_rank(path: Path, parallel: ParallelConfig, group: Collectives) -> LlamaModel:
+def load_rank(
+    path: Path, parallel: ParallelConfig, group: Collectives, dtype: torch.dtype = torch.float32
+) -> LlamaModel:
     checkpoint = open_checkpoint(path)
     model = build_model(checkpoint.config, parallel, group)
     wanted = model.weight_slices()
-    tensors = load_weights(checkpoint, wanted, dtype=torch.float32, progress=lambda _: None, cancelled=lambda: False)
+    tensors = load_weights(checkpoint, wanted, dtype=dtype, progress=lambda _: None, cancelled=lambda: False)
     model.place_weights(tensors)
     assert not tensors
-    model.prepare(64, dtype=torch.float32, device=CPU)
+    model.prepare(64, dtype=dtype, device=CPU)
     return model
 
 
-def forward(model: LlamaModel, x: torch.Tensor) -> torch.Tensor:
+def forward(model: LlamaModel, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Hidden states of a stage for one sequence of TOKENS."""
-    cache = KvCache(CacheShape(len(model.layers), model.num_kv_heads, model.config.head_dim, torch.float32), 8, 4, CPU)
+    cache = KvCache(CacheShape(len(model.layers), model.num_kv_heads, model.config.head_dim, dtype), 8, 4, CPU)
     count, table = len(TOKENS), np.array([[6, 1, 4]])
     positions = np.arange(count)
     slots = table[0][positions // 4] * 4 + positions % 4
@@ -75,8 +77,8 @@ def forward(model: LlamaModel, x: torch.Tensor) -> torch.Tensor:
     return model.forward(x, torch.from_numpy(positions), PagedAttention(cache, planner, plan))
 
 
-def expected_logits(path: Path) -> torch.Tensor:
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def expected_logits(path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     with torch.no_grad():
         logits: torch.Tensor = model(TOKENS[None]).logits[0]
     return logits
@@ -139,6 +141,14 @@ def test_logits_equal_transformers(path: Path) -> None:
     with torch.inference_mode():
         logits = model.logits(forward(model, TOKENS))
     torch.testing.assert_close(logits, expected_logits(path), rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_errs_as_little_as_transformers(path: Path) -> None:
+    model = load_rank(path, ParallelConfig(), NoCollectives(), torch.bfloat16)
+    with torch.inference_mode():
+        logits = model.logits(forward(model, TOKENS, torch.bfloat16)).float()
+    exact, theirs = expected_logits(path), expected_logits(path, torch.bfloat16).float()
+    assert (logits - exact).norm() <= 1.1 * (theirs - exact).norm()
 
 
 @pytest.mark.parametrize("size", [2, 4])
