@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError
+from loader.inspection import Wish, inspect_checkpoint
 from loader.tokenizer import load_tokenizer
 from loader.weights import WeightSlice, load_weights
 from tests.support.mutations import GgufParts, damaged_bytes, damaged_json
@@ -107,9 +108,10 @@ def _gguf(kind: str, folder: Path) -> tuple[Path, Damage]:
 
 
 def _load(path: Path, kind: str) -> Checkpoint | None:
-    """Does all that a start does with a checkpoint; None when it is refused."""
+    """Does all that a check and a start do with a checkpoint; None when it is refused."""
     try:
         checkpoint = open_checkpoint(path)
+        inspect_checkpoint(checkpoint, Wish(2, 1, memory_bytes=1 << 30))
         tokenizer = load_tokenizer(checkpoint).tokenizer
         for text in _TEXTS:
             tokenizer.decode(tokenizer.encode(text).ids)
