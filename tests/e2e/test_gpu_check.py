@@ -10,7 +10,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts/gpu_check.py"
 
 def test_the_dry_run_compares_and_measures() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(
+        [sys.executable, SCRIPT], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "tokens equal the CPU's" in done.stdout
     assert done.stdout.count("of the measured bandwidth") == 2
