@@ -1,16 +1,15 @@
 """`stepwire chat`."""
 
 import contextlib
-import signal
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import click
 
 from stepwire.cli.connection import connect, connection_options
+from stepwire.cli.interrupts import ctrl_c_closes
 from stepwire.cli.sampling_options import sampling_from, sampling_options
-from stepwire.client import Client, GenerateStream, StepwireError
+from stepwire.client import Client, StepwireError
 from stepwire.client.types import Message, Output, SamplingParams
 
 _HELP = "/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C cancels an answer"
@@ -67,7 +66,7 @@ class Conversation:
         try:
             prompt = [*self._first, *self.turns]
             keywords: Any = {"model": self._model, "timeout": self._timeout_s}
-            with self._client.generate(prompt, sampling=self._sampling, **keywords) as stream, _ctrl_c_closes(stream):
+            with self._client.generate(prompt, sampling=self._sampling, **keywords) as stream, ctrl_c_closes(stream):
                 for event in stream:
                     if isinstance(event, Output):
                         parts.append(event.text)
@@ -78,31 +77,6 @@ class Conversation:
                 self.turns.append(Message("assistant", "".join(parts)))
             else:
                 self.turns.pop()
-
-
-@contextlib.contextmanager
-def _ctrl_c_closes(stream: GenerateStream) -> Iterator[None]:
-    """Cancels the stream on Ctrl-C, and raises KeyboardInterrupt when it has ended for that reason.
-
-    An interrupt raised inside gRPC's own waiting could leave its locks in a state that breaks the call.
-    """
-    is_cancelled = False
-
-    def cancel(*_: object) -> None:
-        nonlocal is_cancelled
-        is_cancelled = True
-        stream.close()
-
-    before = signal.signal(signal.SIGINT, cancel)
-    try:
-        yield
-    except StepwireError:
-        if not is_cancelled:
-            raise
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if is_cancelled:
-        raise KeyboardInterrupt
 
 
 def _answer(conversation: Conversation, line: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from stepwire.cli.connection import connect, connection_options
+from stepwire.cli.interrupts import ctrl_c_closes
 from stepwire.cli.sampling_options import sampling_from, sampling_options
 from stepwire.client.types import Event, Finished, Message, Output, Prompt, Started
 
@@ -41,7 +42,7 @@ def generate(prompt: str, *, chat: bool, system: str | None, **options: Any) -> 
     with connect(options) as client:
         keywords = {name: options[name] for name in ("model", "request_id", "priority", "timeout")}
         try:
-            with client.generate(content, sampling=sampling, **keywords) as stream:
+            with client.generate(content, sampling=sampling, **keywords) as stream, ctrl_c_closes(stream):
                 for event in stream:
                     printer.show(event)
                     stats.add(event)
