@@ -1,8 +1,8 @@
-# One image for scheduler and worker. It holds the CPU build of torch; for CUDA build with
-# --build-arg TORCH_INDEX= (the registry's default build), and give the worker a device.
+# One image for scheduler and worker. It holds the registry's default build of torch, which carries CUDA
+# and is large; for a smaller one without, build with --build-arg TORCH_INDEX=<PyTorch's index of CPU builds>.
 FROM python:3.11.13-slim-bookworm AS build
 
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=
 
 RUN python -m venv /opt/stepwire
 WORKDIR /src
