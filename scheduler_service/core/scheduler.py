@@ -101,6 +101,15 @@ class Scheduler:
 
     # Requests come and go.
 
+    def check_queue(self, num_sequences: int, num_arriving: int = 0) -> None:
+        """Raises QueueFull when so many more sequences may not wait, beside those that are about to be added.
+
+        An empty queue takes any number: they could never come in otherwise.
+        """
+        limit, ahead = self.config.max_queued_requests, self.num_waiting + num_arriving
+        if ahead and ahead + num_sequences > limit:
+            raise QueueFull("sequences", limit, self.stats.seconds_for(self._queued_tokens))
+
     def add_request(self, request: Request) -> list[Sequence]:
         """Accepts a request: its sequences wait from now on.
 
@@ -228,11 +237,9 @@ class Scheduler:
         needed = self._blocks.num_blocks_for(prompt_len + request.max_tokens - 1)
         if needed > config.num_blocks:
             raise NeverFits(needed, config.num_blocks, config.num_blocks * config.block_size + 1)
-        retry_after_s = self.stats.seconds_for(self._queued_tokens)
-        if self.num_waiting and self.num_waiting + request.n > config.max_queued_requests:
-            raise QueueFull("sequences", config.max_queued_requests, retry_after_s)
+        self.check_queue(request.n)
         if self._queued_tokens and self._queued_tokens + request.n * prompt_len > config.max_queued_tokens:
-            raise QueueFull("prompt tokens", config.max_queued_tokens, retry_after_s)
+            raise QueueFull("prompt tokens", config.max_queued_tokens, self.stats.seconds_for(self._queued_tokens))
 
     def _next_deadline_check(self, request: Request) -> float:
         """When a request with a deadline is to be looked at next; a time that has passed means that it must end.

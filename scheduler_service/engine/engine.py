@@ -234,7 +234,8 @@ class Engine:
     ) -> tuple[LiveRequest, int]:
         loop, validator, served = self._require_model()
         checked = validator.check(call)
-        self._check_queue(loop, checked.n)
+        # Before the work of tokenizing what the queue has no place for.
+        loop.check_queue(checked.n, self._num_admitting)
         self._num_admitting += checked.n
         try:
             token_ids = await self._token_ids(served, call.prompt)
@@ -260,18 +261,6 @@ class Engine:
         loop.submit(live)
         trace.accepted(request)
         return live, checked.sampling.seed
-
-    def _check_queue(self, loop: StepLoop, n: int) -> None:
-        """Refuses at once what the queue has no place for, before the work of tokenizing it."""
-        scheduler = loop.scheduler
-        limit = scheduler.config.max_queued_requests
-        if scheduler.num_waiting + self._num_admitting + n > limit:
-            raise StepwireError(
-                "QUEUE_FULL",
-                f"the queue is full: {limit} sequences wait; try again in {_RETRY_AFTER_S:g} s",
-                {"limit": str(limit), "what": "sequences"},
-                _RETRY_AFTER_S,
-            )
 
     async def _token_ids(self, served: ServedModel, prompt: Prompt | None) -> list[int]:
         if isinstance(prompt, TokenPrompt):

@@ -104,6 +104,13 @@ class StepLoop:
 
     # What others ask of it.
 
+    def check_queue(self, num_sequences: int, num_arriving: int) -> None:
+        """Raises StepwireError when so many sequences may not wait, beside those that are being tokenized."""
+        try:
+            self._scheduler.check_queue(num_sequences, num_arriving)
+        except QueueFull as error:
+            raise _queue_full(error) from None
+
     def submit(self, live: LiveRequest) -> None:
         """Lets a request wait. Raises StepwireError when it is refused; then nothing has changed."""
         try:
@@ -112,8 +119,7 @@ class StepLoop:
             metadata = {"needed_blocks": str(error.needed_blocks), "num_blocks": str(error.num_blocks)}
             raise StepwireError("PROMPT_TOO_LONG", str(error), metadata) from None
         except QueueFull as error:
-            metadata = {"limit": str(error.limit), "what": error.what}
-            raise StepwireError("QUEUE_FULL", str(error), metadata, error.retry_after_s) from None
+            raise _queue_full(error) from None
         except DuplicateRequest as error:
             raise StepwireError("REQUEST_ALREADY_EXISTS", str(error), {"request_id": error.request_id}) from None
         live.num_live = len(sequences)
@@ -253,6 +259,10 @@ class StepLoop:
         live.stream.end(error)
         del self._live[live.request.request_id]
         self._wake.set()
+
+
+def _queue_full(error: QueueFull) -> StepwireError:
+    return StepwireError("QUEUE_FULL", str(error), {"limit": str(error.limit), "what": error.what}, error.retry_after_s)
 
 
 def _too_slow(live: LiveRequest) -> StepwireError:

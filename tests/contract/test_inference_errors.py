@@ -149,6 +149,12 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None
         assert [len(tokens_of(responses)) for responses in await asyncio.gather(*tasks)] == [2, 2, 2]
 
 
+async def test_an_empty_queue_takes_more_sequences_than_may_wait() -> None:
+    async with running_scheduler(max_queued_requests=2) as scheduler:
+        responses = await scheduler.generate(text="x", sampling=sampling(max_tokens=2, n=3))
+        assert [len(tokens_of(responses, index)) for index in range(3)] == [2, 2, 2]
+
+
 async def test_a_deadline_is_honoured_while_waiting_and_while_running() -> None:
     async with running_scheduler(max_sequences=1) as scheduler:
         scheduler.worker.step_delay_s = 0.01

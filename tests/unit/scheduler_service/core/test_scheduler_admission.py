@@ -180,3 +180,13 @@ def test_the_core_never_looks_at_sampling_and_trace() -> None:
     new = rig.send().new_sequences[0]
     assert new.sequence.request.sampling is sampling
     assert new.sequence.request.trace == "t"
+
+
+def test_those_about_to_be_added_count_as_waiting() -> None:
+    rig = SchedulerRig(max_queued_requests=3)
+    rig.scheduler.check_queue(3, num_arriving=0)
+    rig.scheduler.check_queue(2, num_arriving=1)
+    with pytest.raises(QueueFull):
+        rig.scheduler.check_queue(3, num_arriving=1)
+    # Only when nothing is ahead may more come than the limit says.
+    rig.scheduler.check_queue(4, num_arriving=0)
