@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -114,8 +114,3 @@ def _add_trace_ids(_logger: WrappedLogger, _method: str, event: EventDict) -> Ev
         event["trace_id"] = f"{context.trace_id:032x}"
         event["span_id"] = f"{context.span_id:016x}"
     return event
-
-
-def bind_request(**fields: Any) -> None:
-    """Adds fields such as request_id to every later record of this task and the tasks that it starts."""
-    structlog.contextvars.bind_contextvars(**fields)

@@ -10,7 +10,7 @@ import structlog
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
-from stepwire.telemetry.logs import bind_request, configure_logging
+from stepwire.telemetry.logs import configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_ids_of_the_trace_and_the_request_are_added() -> None:
     stream = io.StringIO()
     configure_logging(format="json", level="info", service="s", stream=stream)
     span = TracerProvider(shutdown_on_exit=False).get_tracer("t").start_span("x")
-    bind_request(request_id="r-1")
+    structlog.contextvars.bind_contextvars(request_id="r-1")
     with trace.use_span(span):
         structlog.stdlib.get_logger().info("in")
         logging.getLogger("b").info("in")
