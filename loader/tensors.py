@@ -21,13 +21,26 @@ class TensorInfo:
     num_bytes: int
     stored_name: str
     rotary_heads: int | None = None
+    pieces: "tuple[Piece, ...]" = ()
+    """Where the tensor is stored in several places: all of them, in order; `offset` means nothing then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part `[start, stop)` along `dim` of a whole tensor, stored as a tensor of its own."""
+
+    dim: int
+    start: int
+    stop: int
+    info: TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
     """The part `[start, stop)` along `dim` of the tensor `name`; all of it when `dim` is None.
 
-    `shape` is the shape of the whole tensor, which the checkpoint must agree with.
+    `shape` is the shape of the whole tensor, which the checkpoint must agree with. `as_stored` asks for the values in
+    the type they are stored in (the words and scales of quantised weights) and not in the model's.
     """
 
     name: str
@@ -35,6 +48,7 @@ class WeightSlice:
     dim: int | None = None
     start: int = 0
     stop: int = 0
+    as_stored: bool = False
 
     def __post_init__(self) -> None:
         if self.dim is None:
