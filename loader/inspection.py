@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from loader.byte_runs import rank_byte_runs
 from loader.chat_template import choose_template, folder_templates, gguf_templates
 from loader.checkpoint import Checkpoint
 from loader.config import ModelConfig
@@ -15,7 +16,6 @@ from loader.llama import expected_tensors
 from loader.shard_plan import (
     RankPlace,
     grouped_share,
-    rank_byte_runs,
     stage_layers,
     tensor_parallel_problem,
     tensor_parallel_sizes,
