@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from loader.completeness import missing_tensor, wrong_shape
 from loader.gguf_format import GGML_TYPES
-from loader.llama import missing_tensor, wrong_shape
 from loader.tensors import TensorInfo, WeightSlice
 
 _BLOCKS = {name: (block_values, block_bytes) for name, block_values, block_bytes in GGML_TYPES.values()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from loader.completeness import check_tensors
 from loader.config import ModelConfig
 from loader.errors import CheckpointError, unreadable
 from loader.files import NOT_WHAT_IT_IS_NAMED, foreign_kind, read_head, read_small
@@ -14,7 +15,6 @@ from loader.foreign import refuse_foreign_tensors
 from loader.gguf_format import GgufFile, MetadataValue, read_gguf_file
 from loader.gguf_model import gguf_config, gguf_tensors
 from loader.hf_config import DTYPES, read_hf_config
-from loader.llama import check_tensors
 from loader.safetensors_format import SafetensorsFile
 from loader.safetensors_set import find_safetensors
 from loader.tensors import TensorInfo

@@ -12,15 +12,8 @@ from loader.config import ModelConfig
 from loader.errors import CheckpointError, unreadable
 from loader.files import foreign_file_error, read_head, read_json_object
 from loader.hf_config import DTYPES
-from loader.llama import expected_tensors
-from loader.shard_plan import (
-    RankPlace,
-    grouped_share,
-    stage_layers,
-    tensor_parallel_problem,
-    tensor_parallel_sizes,
-    weight_slices,
-)
+from loader.layout import expected_tensors, tensor_parallel_problem, tensor_parallel_sizes, weight_slices
+from loader.shares import RankPlace, grouped_share, stage_layers
 from loader.tensors import WeightSlice
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -143,7 +136,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, wish: Wish) -> Inspection:
         dtype=dtype,
         num_files=len({info.file for info in checkpoint.tensors.values()}),
         num_tensors=len(checkpoint.tensors),
-        num_parameters=sum(prod(shape) for _, shape in expected_tensors(config)),
+        num_parameters=sum(prod(shape) for shape in expected_tensors(config).values()),
         stored_dtypes=_stored_dtypes(checkpoint),
         has_tokenizer=text.has_tokenizer,
         has_chat_template=text.has_chat_template,
@@ -232,7 +225,7 @@ def _rank_needs(checkpoint: Checkpoint, place: RankPlace, dtype: str) -> RankNee
     sizes = {want.name: prod(want.part_shape) * value_bytes for want in wanted}
     weight_bytes = sum(sizes.values())
     # A head that shares the embedding's weight is packed into a copy; looking up rows needs the weight as it was.
-    copied = sizes["model.embed_tokens.weight"] if place.holds_head and config.tie_word_embeddings else 0
+    copied = sizes["model.embed_tokens.weight"] if place.is_last_stage and config.tie_word_embeddings else 0
     layers = stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size)
     kv_heads = len(grouped_share(config.num_kv_heads, place.tensor_rank, place.tensor_parallel_size))
     return RankNeeds(

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from loader.checkpoint import Checkpoint
+from loader.completeness import missing_tensor, wrong_shape
 from loader.dequantise import dequantise
 from loader.errors import CheckpointError, LoadCancelled, unreadable
 from loader.gguf_format import GGML_TYPES
-from loader.llama import missing_tensor, wrong_shape
 from loader.tensors import TensorInfo, WeightSlice
 from loader.tied import check_tied_head
 

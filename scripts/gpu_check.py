@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from loader.config import ModelConfig, RopeConfig
-from worker_service.models.parallel import NoCollectives, ParallelConfig
+from loader.layout import weight_slices
+from loader.shares import RankPlace
 from worker_service.models.registry import build_model
 from worker_service.runtime.dummy import decode_step, num_blocks_of, prefill_step
 from worker_service.runtime.kv_cache import CacheShape, KvCache
@@ -64,12 +65,12 @@ def make_runner(
 ) -> tuple[ModelRunner, int]:
     """A runner on random weights, the same on every device, and the bytes of its weights."""
     generator = torch.Generator().manual_seed(0)
-    model = build_model(config, ParallelConfig(), NoCollectives())
+    model = build_model(config, RankPlace(), None)
     tensors = {
         item.name: (torch.randn(item.shape, generator=generator) * (1.0 if len(item.shape) == 1 else 0.05)).to(
             device, dtype
         )
-        for item in model.weight_slices()
+        for item in weight_slices(model.config, model.rank_place)
     }
     num_bytes = model.place_weights(tensors)
     model.prepare(max_model_len, dtype=dtype, device=device)

@@ -42,15 +42,15 @@ class FakeRuntime:
     threads: set[int] = field(default_factory=set)
     sequences: dict[int, FakeSequence] = field(default_factory=dict)
     total_bytes: int = 1000
-    parallel: Any = None
+    place: Any = None
 
     @property
     def num_sequences(self) -> int:
         return len(self.sequences)
 
-    def init_device(self, parallel: Any) -> DeviceInfo:
+    def init_device(self, place: Any) -> DeviceInfo:
         self._begin("init_device")
-        self.parallel = parallel
+        self.place = place
         return DeviceInfo("fake", "no device", 1 << 30, 1 << 29)
 
     def load_model(

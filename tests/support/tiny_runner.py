@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loader.checkpoint import open_checkpoint
+from loader.layout import weight_slices
+from loader.shares import RankPlace
 from loader.weights import load_weights
-from worker_service.models.llama import LlamaModel
-from worker_service.models.parallel import NoCollectives, ParallelConfig
+from worker_service.models.decoder import Decoder
 from worker_service.models.registry import build_model
 from worker_service.runtime.kv_cache import CacheShape, KvCache
 from worker_service.runtime.runner import ModelRunner
@@ -31,11 +32,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def load_tiny(path: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
+def load_tiny(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     """The model of a checkpoint, weights placed."""
     checkpoint = open_checkpoint(path)
-    model = build_model(checkpoint.config, ParallelConfig(), NoCollectives())
-    wanted = model.weight_slices()
+    model = build_model(checkpoint.config, RankPlace(), None)
+    wanted = weight_slices(model.config, model.rank_place)
     tensors = load_weights(checkpoint, wanted, dtype=dtype, progress=lambda _: None, cancelled=lambda: False)
     model.place_weights(tensors)
     assert not tensors
@@ -43,7 +44,7 @@ def load_tiny(path: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
 
 
 def make_runner(
-    model: LlamaModel, *, num_blocks: int = 256, block_size: int = 4, max_model_len: int = 256
+    model: Decoder, *, num_blocks: int = 256, block_size: int = 4, max_model_len: int = 256
 ) -> tuple[ModelRunner, KvCache]:
     """A runner with a float32 cache of its own."""
     model.prepare(max_model_len, dtype=torch.float32, device=CPU)

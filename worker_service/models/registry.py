@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from loader.config import ModelConfig
 from loader.errors import CheckpointError
 from loader.families import FAMILIES
-from worker_service.models.llama import LlamaModel
-from worker_service.models.parallel import Collectives, ParallelConfig
+from loader.shares import RankPlace
+from worker_service.models.collectives import Collectives
+from worker_service.models.decoder import Decoder
 
 # Families differ in what their configs say, which one class computes.
-MODEL_CLASSES: Mapping[str, type[LlamaModel]] = {family.name: LlamaModel for family in FAMILIES.values()}
+MODEL_CLASSES: Mapping[str, type[Decoder]] = {family.name: Decoder for family in FAMILIES.values()}
 
 
-def build_model(config: ModelConfig, parallel: ParallelConfig, group: Collectives) -> LlamaModel:
+def build_model(config: ModelConfig, place: RankPlace, group: Collectives | None) -> Decoder:
     """The model of a config, without weights. Raises CheckpointError for a family that is not known."""
     model_class = MODEL_CLASSES.get(config.family)
     if model_class is None:
@@ -23,4 +24,4 @@ def build_model(config: ModelConfig, parallel: ParallelConfig, group: Collective
             expected=", ".join(MODEL_CLASSES),
             found=config.family,
         )
-    return model_class(config, parallel, group)
+    return model_class(config, place, group)

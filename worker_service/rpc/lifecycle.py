@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import structlog
 from opentelemetry.trace import Tracer
 
+from loader.shares import RankPlace
 from stepwire.rpc.errors import StepwireError
 from worker_service.device_thread import DeviceStopped, DeviceThread
-from worker_service.models.parallel import ParallelConfig
 from worker_service.rpc.failures import load_failure
 from worker_service.rpc.guard import stale_epoch
 from worker_service.rpc.limits import StepLimits, check_number, out_of_range
@@ -277,7 +277,7 @@ class Lifecycle:
 
 def _init_runtime(runtime: Runtime, place: Place) -> DeviceInfo:
     return runtime.init_device(
-        ParallelConfig(place.tensor_rank, place.tensor_parallel_size, place.pipeline_rank, place.pipeline_parallel_size)
+        RankPlace(place.tensor_rank, place.tensor_parallel_size, place.pipeline_rank, place.pipeline_parallel_size)
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from worker_service.models.parallel import ParallelConfig
+from loader.shares import RankPlace
 from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
 from worker_service.runtime.step import StepInput, StepOutput
 
@@ -13,7 +13,7 @@ class Runtime(Protocol):
     """A device with what it holds. Every call blocks and is made on the device thread; errors are typed:
     RuntimeFailure, CheckpointError, LoadCancelled, StateMismatch."""
 
-    def init_device(self, parallel: ParallelConfig) -> DeviceInfo:
+    def init_device(self, place: RankPlace) -> DeviceInfo:
         """Selects the device and this rank's place."""
         ...
 

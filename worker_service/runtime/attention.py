@@ -142,7 +142,7 @@ class AttentionPlanner:
 
 
 class PagedAttention:
-    """One step's attention: the port that models call. See models.llama.Attention."""
+    """One step's attention: the port that models call. See models.decoder.Attention."""
 
     def __init__(self, cache: KvCache, planner: AttentionPlanner, plan: AttentionPlan) -> None:
         self._cache = cache
@@ -151,7 +151,7 @@ class PagedAttention:
         self._scale = cache.shape.head_dim**-0.5
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Writes key and value to the cache, then attends. See models.llama.Attention for the shapes."""
+        """Writes key and value to the cache, then attends. See models.decoder.Attention for the shapes."""
         plan = self._plan
         self._cache.write(layer, plan.slot_rows, key, value)
         if not plan.prefill and len(plan.decode) == 1:

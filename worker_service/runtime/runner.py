@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker_service.models.llama import LlamaModel
+from worker_service.models.decoder import Decoder
 from worker_service.runtime.attention import AttentionPlanner, PagedAttention
 from worker_service.runtime.batch import StepBatch, build_batch
 from worker_service.runtime.checks import CheckedStep, check_step
@@ -25,7 +25,7 @@ class ModelRunner:
     since; it can be dropped at any time.
     """
 
-    def __init__(self, model: LlamaModel, cache: KvCache, *, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, model: Decoder, cache: KvCache, *, max_model_len: int, device: torch.device) -> None:
         self._model = model
         self._cache = cache
         self._device = device

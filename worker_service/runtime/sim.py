@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import LoadCancelled
+from loader.shares import RankPlace
 from loader.tokenizer import load_tokenizer
 from stepwire.simulation.cost import CostModel, Hardware, ModelShape, StepLoad
 from stepwire.simulation.shapes import shape_of_checkpoint
-from worker_service.models.parallel import ParallelConfig
 from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
@@ -87,9 +87,9 @@ class SimRuntime:
         runner = self._runner
         return 0 if runner is None else runner.num_sequences
 
-    def init_device(self, parallel: ParallelConfig) -> DeviceInfo:
+    def init_device(self, place: RankPlace) -> DeviceInfo:
         """Takes a place. Raises RuntimeFailure "unsupported" for more than one rank."""
-        if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+        if place.tensor_parallel_size > 1 or place.pipeline_parallel_size > 1:
             raise RuntimeFailure("unsupported", "this version simulates a model on one worker; set both sizes to 1")
         memory = self._hardware.memory_bytes
         return DeviceInfo("sim", "simulated device", memory, memory)

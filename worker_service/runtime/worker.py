@@ -9,9 +9,10 @@ from typing import Protocol, TypeVar
 import torch
 
 from loader.checkpoint import Checkpoint, open_checkpoint
+from loader.layout import weight_slices
+from loader.shares import RankPlace
 from loader.weights import bytes_to_read, load_weights
-from worker_service.models.llama import LlamaModel
-from worker_service.models.parallel import NoCollectives, ParallelConfig
+from worker_service.models.decoder import Decoder
 from worker_service.models.registry import build_model
 from worker_service.runtime.attention import TILE, gather_bytes
 from worker_service.runtime.device import choose_dtype, device_name, open_device, usable_cores
@@ -49,7 +50,7 @@ class _Loaded:
     """A model with its weights placed."""
 
     checkpoint: Checkpoint
-    model: LlamaModel
+    model: Decoder
     dtype: torch.dtype
     weight_bytes: int
     cache_shape: CacheShape
@@ -64,7 +65,7 @@ class WorkerRuntime:
 
     def __init__(self, settings: RuntimeSettings) -> None:
         self._settings = settings
-        self._parallel = ParallelConfig()
+        self._place = RankPlace()
         self._device: torch.device | None = None
         self._loaded: _Loaded | None = None
         self._cache: KvCache | None = None
@@ -82,20 +83,20 @@ class WorkerRuntime:
         cache = self._cache
         return 0 if cache is None else cache.num_bytes
 
-    def init_device(self, parallel: ParallelConfig) -> DeviceInfo:
+    def init_device(self, place: RankPlace) -> DeviceInfo:
         """Selects the device and the number of threads. Raises RuntimeFailure "device_unavailable", or
         "unsupported" for more than one rank."""
-        if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+        if place.tensor_parallel_size > 1 or place.pipeline_parallel_size > 1:
             raise RuntimeFailure(
                 "unsupported",
-                f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size "
-                f"{parallel.pipeline_parallel_size}: this version runs a model on one worker; set both to 1",
+                f"tensor_parallel_size {place.tensor_parallel_size} x pipeline_parallel_size "
+                f"{place.pipeline_parallel_size}: this version runs a model on one worker; set both to 1",
             )
         device = open_device(self._settings.device)
         torch.set_num_threads(self._settings.threads or usable_cores())
         if self._device not in (None, device):
             self.reset(Phase.STARTING)
-        self._device, self._parallel = device, parallel
+        self._device, self._place = device, place
         memory = device_memory(device)
         return DeviceInfo(str(device), device_name(device), memory.total_bytes, memory.free_bytes)
 
@@ -205,10 +206,10 @@ class WorkerRuntime:
     ) -> _Loaded:
         device, config = self._need_device(), checkpoint.config
         try:
-            model = build_model(config, self._parallel, NoCollectives())
+            model = build_model(config, self._place, None)
         except ValueError as error:
             raise RuntimeFailure("unsupported", f"the model cannot be split over these ranks: {error}") from error
-        wanted = model.weight_slices()
+        wanted = weight_slices(config, self._place)
         total = bytes_to_read(checkpoint, wanted)
         with explains_out_of_memory(device, f"the weights of {checkpoint.path}", "use a smaller model"):
             tensors = load_weights(

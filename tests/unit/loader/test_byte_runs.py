@@ -9,7 +9,8 @@ import pytest
 from loader.byte_runs import byte_runs, rank_byte_runs
 from loader.checkpoint import open_checkpoint
 from loader.errors import CheckpointError
-from loader.shard_plan import RankPlace, weight_slices
+from loader.layout import weight_slices
+from loader.shares import RankPlace
 from loader.tensors import TensorInfo, WeightSlice
 from tests.support.tiny_checkpoint import make_tiny_llama
 

@@ -10,10 +10,11 @@ import torch
 
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.inspection import Inspection, Wish, inspect_checkpoint
+from loader.layout import weight_slices
+from loader.shares import RankPlace
 from loader.weights import load_weights
 from tests.support.tiny_checkpoint import make_tiny_llama
-from worker_service.models.llama import LlamaModel
-from worker_service.models.parallel import NoCollectives, ParallelConfig
+from worker_service.models.decoder import Decoder
 from worker_service.runtime.kv_cache import CacheShape
 
 
@@ -54,11 +55,11 @@ def test_every_rank_needs_what_its_model_takes(make: Callable[..., Checkpoint], 
         (stage, rank) for stage in range(pp) for rank in range(tp)
     ]
     for needs in found.ranks:
-        place = ParallelConfig(needs.tensor_rank, tp, needs.pipeline_rank, pp)
-        model = LlamaModel(checkpoint.config, place, NoCollectives())
+        place = RankPlace(needs.tensor_rank, tp, needs.pipeline_rank, pp)
+        model = Decoder(checkpoint.config, place, None)
         tensors = load_weights(
             checkpoint,
-            model.weight_slices(),
+            weight_slices(checkpoint.config, place),
             dtype=torch.bfloat16,
             progress=lambda _: None,
             cancelled=lambda: False,

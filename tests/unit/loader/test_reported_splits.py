@@ -7,7 +7,8 @@ import torch
 
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.inspection import Wish, inspect_checkpoint
-from loader.shard_plan import RankPlace, weight_slices
+from loader.layout import weight_slices
+from loader.shares import RankPlace
 from loader.weights import load_weights
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 

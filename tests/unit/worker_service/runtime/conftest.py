@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.tiny_checkpoint import make_tiny_llama
 from tests.support.tiny_runner import Driver, load_tiny, make_runner, one_thread
-from worker_service.models.llama import LlamaModel
+from worker_service.models.decoder import Decoder
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,10 +20,10 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_path: Path) -> LlamaModel:
+def tiny_model(tiny_path: Path) -> Decoder:
     return load_tiny(tiny_path)
 
 
 @pytest.fixture
-def driver(tiny_model: LlamaModel) -> Driver:
+def driver(tiny_model: Decoder) -> Driver:
     return Driver(*make_runner(tiny_model))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.tiny_runner import Driver, make_runner
-from worker_service.models.llama import LlamaModel
+from worker_service.models.decoder import Decoder
 from worker_service.runtime.step import NewSequence, Sampling, StateMismatch, StepInput
 
 
@@ -47,7 +47,7 @@ def new(**changes: object) -> dict[str, object]:
 
 
 @pytest.fixture
-def settled(tiny_model: LlamaModel) -> Driver:
+def settled(tiny_model: Decoder) -> Driver:
     driver = Driver(*make_runner(tiny_model, num_blocks=64, max_model_len=40))
     driver.free = [13, 12, 11, 10]
     driver.add(1, [1, 2, 3, 4, 5, 6, 7])

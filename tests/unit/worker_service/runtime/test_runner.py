@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from tests.support.tiny_checkpoint import make_tiny_llama
 from tests.support.tiny_runner import Driver, load_tiny, make_runner, reference_tokens
-from worker_service.models.llama import LlamaModel
+from worker_service.models.decoder import Decoder
 from worker_service.runtime.step import Sampling
 
 LENGTHS = (1, 2, 3, 4, 5, 8, 17, 31, 64, 101, 150)
@@ -83,7 +83,7 @@ def test_a_shared_prefix_is_not_computed_again(driver: Driver, reference: list[l
     assert first.output == sibling.output == reference[7]
 
 
-def test_only_own_blocks_are_written(tiny_model: LlamaModel) -> None:
+def test_only_own_blocks_are_written(tiny_model: Decoder) -> None:
     runner, cache = make_runner(tiny_model)
     driver = Driver(runner, cache)
     cache._data.fill_(7.0)
@@ -120,7 +120,7 @@ def test_logprobs_are_those_of_the_raw_logits(driver: Driver, tiny_path: Path) -
     assert [len(got.top) for got in plain.logprobs] == [0] * 6
 
 
-def test_draws_do_not_depend_on_batch_or_preemption(tiny_model: LlamaModel) -> None:
+def test_draws_do_not_depend_on_batch_or_preemption(tiny_model: Decoder) -> None:
     samplings = [
         Sampling(temperature=1.0, seed=7),
         Sampling(temperature=1.0, seed=7, sequence_index=1),
@@ -257,7 +257,7 @@ def test_random_rows_with_logits_that_are_not_finite_fail_too(tmp_path: Path) ->
     assert output.sequence_ids == [1] and list(output.logprobs) == [1]
 
 
-def test_the_context_can_be_filled_to_its_last_token(tiny_model: LlamaModel) -> None:
+def test_the_context_can_be_filled_to_its_last_token(tiny_model: Decoder) -> None:
     driver = Driver(*make_runner(tiny_model, max_model_len=10))
     sequence = driver.add(1, list(range(8)))
     for _ in range(3):

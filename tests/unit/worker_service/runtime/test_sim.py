@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from loader.errors import CheckpointError, LoadCancelled
+from loader.shares import RankPlace
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.plan import StepPlan, StepResult, TokenEvent
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.core.scheduler import Scheduler
 from stepwire.simulation.cost import CostModel, StepLoad
 from tests.support.tiny_checkpoint import EOS_TOKEN_ID, make_tiny_llama
-from worker_service.models.parallel import ParallelConfig
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.report import Phase
 from worker_service.runtime.sim import SimRuntime
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(model: Path, sleeps: list[float] | None = None, **settings: Any) -> SimRuntime:
     """A runtime that holds the model."""
     runtime = SimRuntime(WorkerSettings(device="sim", **settings), sleep=([] if sleeps is None else sleeps).append)
-    runtime.init_device(ParallelConfig())
+    runtime.init_device(RankPlace())
     runtime.load_model(model, "auto", lambda *_: None, lambda: False)
     return runtime
 
@@ -220,7 +220,7 @@ def test_phases_and_repeats(model: Path) -> None:
     with pytest.raises(RuntimeFailure, match="LoadModel"):
         runtime.determine_available_memory(64, 8)
     with pytest.raises(RuntimeFailure, match="one worker"):
-        runtime.init_device(ParallelConfig(tensor_parallel_size=2))
+        runtime.init_device(RankPlace(tensor_parallel_size=2))
 
 
 def test_a_load_can_be_cancelled_and_a_missing_model_is_said(model: Path, tmp_path: Path) -> None:

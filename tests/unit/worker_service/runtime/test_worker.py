@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 from loader.checkpoint import open_checkpoint
 from loader.errors import CheckpointError, LoadCancelled
+from loader.shares import RankPlace
 from loader.tokenizer import load_tokenizer
 from tests.support.tiny_checkpoint import make_tiny_llama
-from worker_service.models.parallel import ParallelConfig
 from worker_service.runtime import memory, worker
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.memory import HostMemory
@@ -42,7 +42,7 @@ def never() -> bool:
 
 def loaded(path: Path, settings: Settings | None = None) -> WorkerRuntime:
     runtime = WorkerRuntime(settings or Settings())
-    runtime.init_device(ParallelConfig())
+    runtime.init_device(RankPlace())
     runtime.load_model(path, "float32", ignore, never)
     return runtime
 
@@ -54,7 +54,7 @@ def first_step(prompt: list[int], blocks: range = range(2)) -> StepInput:
 
 def test_phase_after_phase(tiny_path: Path) -> None:
     runtime = WorkerRuntime(Settings())
-    info = runtime.init_device(ParallelConfig())
+    info = runtime.init_device(RankPlace())
     assert info.device == "cpu" and 0 < info.free_memory_bytes <= info.total_memory_bytes
     assert torch.get_num_threads() == 1
     seen: list[tuple[str, int, int]] = []
@@ -120,7 +120,7 @@ def test_a_step_that_disagrees_is_refused(tiny_path: Path) -> None:
 
 def test_groups_of_ranks_are_refused_until_they_work() -> None:
     with pytest.raises(RuntimeFailure, match="tensor_parallel_size 2") as failed:
-        WorkerRuntime(Settings()).init_device(ParallelConfig(1, 2))
+        WorkerRuntime(Settings()).init_device(RankPlace(1, 2))
     assert failed.value.code == "unsupported"
 
 
@@ -137,7 +137,7 @@ def test_a_broken_checkpoint_leaves_no_model(tiny_path: Path, tmp_path: Path) ->
 
 def test_a_load_can_be_cancelled(tiny_path: Path) -> None:
     runtime = WorkerRuntime(Settings())
-    runtime.init_device(ParallelConfig())
+    runtime.init_device(RankPlace())
     with pytest.raises(LoadCancelled):
         runtime.load_model(tiny_path, "float32", ignore, lambda: True)
     assert not runtime.load_model(tiny_path, "float32", ignore, never).already_loaded
@@ -195,7 +195,7 @@ def test_a_warm_up_makes_do_with_a_small_cache(tiny_path: Path) -> None:
 @pytest.mark.skipif(not DEMO.exists(), reason="the demo model is not in the cache")
 def test_the_demo_model_knows_the_capital_of_france() -> None:
     runtime = WorkerRuntime(Settings(threads=2, kv_cache_bytes=2**24))
-    runtime.init_device(ParallelConfig())
+    runtime.init_device(RankPlace())
     runtime.load_model(DEMO, "auto", ignore, never)
     runtime.initialize_cache(16, 16, 128)
     tokenizer: Tokenizer = load_tokenizer(open_checkpoint(DEMO)).tokenizer

@@ -1,0 +1,160 @@
+"""The parameters of a decoder, and which part of each a rank holds: stated once, for the check of a checkpoint, for
+the reader and for the layers that compute. Pure functions; imports no torch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from loader.config import ModelConfig
+from loader.shares import (
+    RankPlace,
+    Share,
+    even_share,
+    grouped_share,
+    stage_layers,
+    vocabulary_share,
+    whole_share,
+)
+from loader.tensors import WeightSlice
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A product with the weight [outputs.size, inputs.size], of which a rank holds its shares.
+
+    At most one of the shares is not whole: the outputs' where a layer is split by columns, the inputs' where it is
+    split by rows. `name` is the tensors' without ".weight" or ".bias"; `bias` tells whether this rank adds one.
+    """
+
+    name: str
+    outputs: Share
+    inputs: Share
+    bias: bool = False
+
+    def slices(self) -> Iterator[WeightSlice]:
+        """What is wanted of the checkpoint where the weight is stored as it is."""
+        shape = (self.outputs.size, self.inputs.size)
+        if self.inputs.is_whole:
+            yield WeightSlice(f"{self.name}.weight", shape, 0, self.outputs.start, self.outputs.stop)
+        else:
+            yield WeightSlice(f"{self.name}.weight", shape, 1, self.inputs.start, self.inputs.stop)
+        yield from self.bias_slices()
+
+    def bias_slices(self) -> Iterator[WeightSlice]:
+        """The bias, where this rank adds one."""
+        if self.bias:
+            yield WeightSlice(f"{self.name}.bias", (self.outputs.size,), 0, self.outputs.start, self.outputs.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A vector that every rank holds whole, such as the weight of a norm; `name` is the tensor's without ".weight"."""
+
+    name: str
+    size: int
+
+    def slices(self) -> Iterator[WeightSlice]:
+        """What is wanted of the checkpoint."""
+        yield WeightSlice(f"{self.name}.weight", (self.size,), None, 0, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """A table [rows.size, columns] that is looked up by token id; `name` is the tensor's without ".weight"."""
+
+    name: str
+    rows: Share
+    columns: int
+
+    def slices(self) -> Iterator[WeightSlice]:
+        """What is wanted of the checkpoint."""
+        shape = (self.rows.size, self.columns)
+        yield WeightSlice(f"{self.name}.weight", shape, 0, self.rows.start, self.rows.stop)
+
+
+Parameter = Linear | Vector | Embedding
+
+
+def parameters(config: ModelConfig, place: RankPlace) -> Iterator[Parameter]:
+    """All that the rank at `place` holds of a model, under Hugging Face names; `RankPlace()` holds everything.
+
+    Raises ValueError for a size that cannot split the model.
+    """
+    shares = _Shares.of(config, place)
+    for layer in stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size):
+        yield from _layer(config, shares, f"model.layers.{layer}")
+    if place.is_first_stage or (place.is_last_stage and config.tie_word_embeddings):
+        yield Embedding("model.embed_tokens", shares.vocabulary, config.hidden_size)
+    if place.is_last_stage:
+        yield Vector("model.norm", config.hidden_size)
+        if not config.tie_word_embeddings:
+            yield Linear("lm_head", shares.vocabulary, whole_share(config.hidden_size))
+
+
+def weight_slices(config: ModelConfig, place: RankPlace) -> list[WeightSlice]:
+    """All that a rank needs of a checkpoint. Raises ValueError for a size that cannot split the model."""
+    return [want for parameter in parameters(config, place) for want in parameter.slices()]
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors that a checkpoint of the model must hold."""
+    return {want.name: want.shape for want in weight_slices(config, RankPlace())}
+
+
+def tensor_parallel_problem(config: ModelConfig, size: int) -> str | None:
+    """Why the model cannot be split over `size` tensor-parallel ranks; None when it can."""
+    rules: tuple[Callable[[], Share], ...] = (
+        lambda: even_share(config.num_heads, 0, size, what="the number of heads"),
+        lambda: grouped_share(config.num_kv_heads, 0, size),
+        lambda: even_share(config.intermediate_size, 0, size, what="intermediate_size"),
+        lambda: vocabulary_share(config.vocab_size, 0, size),
+    )
+    for rule in rules:
+        try:
+            rule()
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def tensor_parallel_sizes(config: ModelConfig) -> tuple[int, ...]:
+    """All tensor-parallel sizes that split the model, in order; 1 is always among them."""
+    divisors = (size for size in range(1, config.num_heads + 1) if config.num_heads % size == 0)
+    return tuple(size for size in divisors if tensor_parallel_problem(config, size) is None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """A rank's features of every kind that is divided, and whether it is the one that adds a shared bias."""
+
+    query: Share
+    key_value: Share
+    inner: Share
+    vocabulary: Share
+    is_first: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig, place: RankPlace) -> "_Shares":
+        rank, size = place.tensor_rank, place.tensor_parallel_size
+        return cls(
+            even_share(config.num_heads, rank, size, what="the number of heads").scaled(config.head_dim),
+            grouped_share(config.num_kv_heads, rank, size).scaled(config.head_dim),
+            even_share(config.intermediate_size, rank, size, what="intermediate_size"),
+            vocabulary_share(config.vocab_size, rank, size),
+            rank == 0,
+        )
+
+
+def _layer(config: ModelConfig, shares: _Shares, prefix: str) -> Iterator[Parameter]:
+    hidden = whole_share(config.hidden_size)
+    yield Vector(f"{prefix}.input_layernorm", config.hidden_size)
+    for name, share in (("q", shares.query), ("k", shares.key_value), ("v", shares.key_value)):
+        yield Linear(f"{prefix}.self_attn.{name}_proj", share, hidden, config.qkv_bias)
+    if config.qk_norm:
+        yield Vector(f"{prefix}.self_attn.q_norm", config.head_dim)
+        yield Vector(f"{prefix}.self_attn.k_norm", config.head_dim)
+    # The sum over the ranks must hold the bias of a product that is split by rows once.
+    yield Linear(f"{prefix}.self_attn.o_proj", hidden, shares.query, config.output_bias and shares.is_first)
+    yield Vector(f"{prefix}.post_attention_layernorm", config.hidden_size)
+    for name in ("gate", "up"):
+        yield Linear(f"{prefix}.mlp.{name}_proj", shares.inner, hidden, config.mlp_bias)
+    yield Linear(f"{prefix}.mlp.down_proj", hidden, shares.inner, config.mlp_bias and shares.is_first)

@@ -1,0 +1,197 @@
+"""The decoder of Llama and its kin, over a packed batch: the new tokens of all sequences as one row after the other."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from loader.config import ModelConfig
+from loader.errors import CheckpointError
+from loader.layout import Embedding, Linear, Parameter, Vector, parameters
+from loader.shares import RankPlace, stage_layers, whole_share
+from worker_service.kernels.linear import can_pack
+from worker_service.models.collectives import Collectives
+from worker_service.models.layers import (
+    ColumnParallelLinear,
+    HeadNorms,
+    LmHead,
+    RmsNorm,
+    RowParallelLinear,
+    Tensors,
+    VocabParallelEmbedding,
+)
+from worker_service.models.rope import RopeShape, RotaryEmbedding, apply_rope, rope_frequencies
+
+
+class Attention(Protocol):
+    """Attention over the paged KV cache, bound to one step's batch."""
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Stores the new keys and values and attends to everything its sequence may see.
+
+        `layer` counts from 0 on this rank. query [num_tokens, heads, head_dim], key and value
+        [num_tokens, kv_heads, head_dim] -> [num_tokens, heads * head_dim].
+        """
+        ...
+
+
+class Decoder:
+    """This rank's part of a decoder: its stage's layers, its share of heads and of the vocabulary.
+
+    Knows nothing of sequences; attention is given with each call.
+    """
+
+    def __init__(self, config: ModelConfig, place: RankPlace, group: Collectives | None) -> None:
+        """Raises CheckpointError for a config this class does not compute, ValueError for one that
+        cannot be split over the group."""
+        _check(config)
+        held = {parameter.name: parameter for parameter in parameters(config, place)}
+        self.config = config
+        self.rank_place = place
+        numbers = stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size)
+        self.layers = [_Layer(config, held, number, group) for number in numbers]
+        self.num_kv_heads = self.layers[0].num_kv_heads
+        # How far back each layer of this rank sees; None for all the way.
+        sliding = frozenset(config.sliding_layers)
+        self.windows = [config.sliding_window if number in sliding else None for number in numbers]
+        self._embedding: VocabParallelEmbedding | None = None
+        self._norm: RmsNorm | None = None
+        self._head: LmHead | None = None
+        table = held.get("model.embed_tokens")
+        if isinstance(table, Embedding):
+            self._embedding = VocabParallelEmbedding(table, group)
+        if place.is_last_stage:
+            self._norm = RmsNorm(_vector(held, "model.norm"), config.rms_norm_eps)
+            self._head = LmHead(self._head_part(held), place.tensor_parallel_size, group)
+        self._rope: RotaryEmbedding | None = None
+
+    def place_weights(self, tensors: Tensors) -> int:
+        """Takes the tensors of this rank's parameters out of `tensors`, layer by layer: none is held twice for long.
+
+        Answers the bytes that the weights occupy.
+        """
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        for layer in self.layers:
+            layer.place(tensors)
+        if self._embedding is not None:
+            self._embedding.place(tensors)
+        if self._norm is not None and self._head is not None:
+            self._norm.place(tensors)
+            if self._embedding is not None and self.config.tie_word_embeddings:
+                self._head.share(self._embedding.weight)
+                # What is packed is a copy, and looking up rows needs the weight as it was.
+                num_bytes += self._embedding.weight.nbytes if can_pack(self._embedding.weight) else 0
+            else:
+                self._head.place(tensors)
+        return num_bytes
+
+    def prepare(self, served_length: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Makes ready for contexts of up to `served_length` tokens."""
+        shape = RopeShape(self.config.rope, self.config.head_dim, self.config.max_position_count, served_length)
+        self._rope = RotaryEmbedding(shape, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """One pass over this stage's layers.
+
+        `x` is token ids [num_tokens] on the first stage, the stage before's hidden states
+        [num_tokens, hidden_size] on the others. Answers hidden states, not yet normalised.
+        """
+        if self._rope is None:
+            raise RuntimeError("prepare() comes before forward()")
+        hidden = x
+        if self._embedding is not None and self.rank_place.is_first_stage:
+            hidden = self._embedding(x)
+        cos, sin = self._rope.select(positions)
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden, cos, sin, number, attention)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] of the last stage's `forward` -> [rows, vocab_size]."""
+        if self._norm is None or self._head is None:
+            raise RuntimeError("only the last stage produces logits")
+        return self._head(self._norm(hidden))
+
+    def _head_part(self, held: Mapping[str, Parameter]) -> Linear:
+        table = held.get("model.embed_tokens")
+        if self.config.tie_word_embeddings and isinstance(table, Embedding):
+            return Linear("lm_head", table.rows, whole_share(table.columns))
+        return _linear(held, "lm_head")
+
+
+class _Layer:
+    """Attention and MLP, each with its norm before it and the residual around it."""
+
+    def __init__(
+        self, config: ModelConfig, held: Mapping[str, Parameter], number: int, group: Collectives | None
+    ) -> None:
+        prefix = f"model.layers.{number}"
+        query, key, value = (_linear(held, f"{prefix}.self_attn.{name}_proj") for name in ("q", "k", "v"))
+        gate, up = (_linear(held, f"{prefix}.mlp.{name}_proj") for name in ("gate", "up"))
+        self._head_dim = config.head_dim
+        self._num_heads = len(query.outputs) // config.head_dim
+        self.num_kv_heads = len(key.outputs) // config.head_dim
+        self._inner = len(gate.outputs)
+        self._input_norm = RmsNorm(_vector(held, f"{prefix}.input_layernorm"), config.rms_norm_eps)
+        self._qkv = ColumnParallelLinear([query, key, value])
+        self._head_norms: HeadNorms | None = None
+        if config.qk_norm:
+            names = ((f"{prefix}.self_attn.q_norm", self._num_heads), (f"{prefix}.self_attn.k_norm", self.num_kv_heads))
+            self._head_norms = HeadNorms([(_vector(held, name), count) for name, count in names], config.rms_norm_eps)
+        self._output = RowParallelLinear(_linear(held, f"{prefix}.self_attn.o_proj"), group)
+        self._mlp_norm = RmsNorm(_vector(held, f"{prefix}.post_attention_layernorm"), config.rms_norm_eps)
+        self._gate_up = ColumnParallelLinear([gate, up])
+        self._down = RowParallelLinear(_linear(held, f"{prefix}.mlp.down_proj"), group)
+
+    def place(self, tensors: Tensors) -> None:
+        parts = (self._input_norm, self._qkv, self._head_norms, self._output, self._mlp_norm, self._gate_up, self._down)
+        for part in parts:
+            if part is not None:
+                part.place(tensors)
+
+    def __call__(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, number: int, attention: Attention
+    ) -> torch.Tensor:
+        qkv = self._qkv(self._input_norm(hidden)).view(hidden.shape[0], -1, self._head_dim)
+        # Queries and keys lie side by side, so one rotation serves both.
+        query_key = qkv[:, : self._num_heads + self.num_kv_heads]
+        if self._head_norms is not None:
+            query_key = self._head_norms(query_key)
+        rotated = apply_rope(query_key, cos, sin)
+        query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+        value = qkv[:, self._num_heads + self.num_kv_heads :]
+        hidden = hidden + self._output(attention(number, query, key, value))
+        gate_up = self._gate_up(self._mlp_norm(hidden))
+        activated = functional.silu(gate_up[:, : self._inner]).mul_(gate_up[:, self._inner :])
+        return hidden + self._down(activated)
+
+
+def _linear(held: Mapping[str, Parameter], name: str) -> Linear:
+    parameter = held[name]
+    assert isinstance(parameter, Linear), name
+    return parameter
+
+
+def _vector(held: Mapping[str, Parameter], name: str) -> Vector:
+    parameter = held[name]
+    assert isinstance(parameter, Vector), name
+    return parameter
+
+
+def _check(config: ModelConfig) -> None:
+    if config.hidden_act != "silu":
+        raise CheckpointError(
+            "unsupported",
+            f"activation {config.hidden_act!r} is not supported for {config.architecture}",
+            "use a checkpoint with hidden_act 'silu'",
+            expected="silu",
+            found=config.hidden_act,
+        )
+    if config.num_heads % config.num_kv_heads:
+        raise CheckpointError(
+            "invalid",
+            f"{config.num_heads} heads cannot share {config.num_kv_heads} key-value heads evenly",
+            "correct num_key_value_heads in config.json",
+        )
+    rope_frequencies(RopeShape(config.rope, config.head_dim, config.max_position_count, config.max_position_count))
