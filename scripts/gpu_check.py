@@ -20,6 +20,7 @@ from loader.layout import weight_slices
 from loader.shares import RankPlace
 from worker_service.models.registry import build_model
 from worker_service.runtime.dummy import decode_step, num_blocks_of, prefill_step
+from worker_service.runtime.executor import TorchExecutor
 from worker_service.runtime.kv_cache import CacheShape, KvCache
 from worker_service.runtime.runner import ModelRunner
 from worker_service.runtime.step import Sampling, StepInput
@@ -76,7 +77,8 @@ def make_runner(
     model.prepare(max_model_len, dtype=dtype, device=device)
     shape = CacheShape(len(model.layers), model.num_kv_heads, config.head_dim, dtype)
     cache = KvCache(shape, num_blocks, BLOCK_SIZE, device)
-    return ModelRunner(model, cache, max_model_len=max_model_len, device=device), num_bytes
+    executor = TorchExecutor(model, cache, max_model_len=max_model_len, device=device)
+    return ModelRunner(executor, max_model_len=max_model_len), num_bytes
 
 
 def greedy_tokens(device: torch.device, lengths: list[int], num_decodes: int) -> list[list[int]]:

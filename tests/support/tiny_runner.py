@@ -16,6 +16,7 @@ from loader.shares import RankPlace
 from loader.weights import load_weights
 from worker_service.models.decoder import Decoder
 from worker_service.models.registry import build_model
+from worker_service.runtime.executor import TorchExecutor
 from worker_service.runtime.kv_cache import CacheShape, KvCache
 from worker_service.runtime.runner import ModelRunner
 from worker_service.runtime.step import Logprobs, NewSequence, Sampling, StepInput, StepOutput
@@ -50,7 +51,8 @@ def make_runner(
     model.prepare(max_model_len, dtype=torch.float32, device=CPU)
     shape = CacheShape(len(model.layers), model.num_kv_heads, model.config.head_dim, torch.float32)
     cache = KvCache(shape, num_blocks, block_size, CPU)
-    return ModelRunner(model, cache, max_model_len=max_model_len, device=CPU), cache
+    executor = TorchExecutor(model, cache, max_model_len=max_model_len, device=CPU)
+    return ModelRunner(executor, max_model_len=max_model_len), cache
 
 
 def reference_tokens(path: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:

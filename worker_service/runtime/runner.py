@@ -6,12 +6,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker_service.models.decoder import Decoder
-from worker_service.runtime.attention import AttentionPlanner, PagedAttention
 from worker_service.runtime.batch import StepBatch, build_batch
 from worker_service.runtime.checks import CheckedStep, check_step
-from worker_service.runtime.kv_cache import KvCache
-from worker_service.runtime.sampler import Sampler
+from worker_service.runtime.executor import Executor
+from worker_service.runtime.sampler import Sampled, Sampler
 from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.step import StepInput, StepOutput
 
@@ -25,14 +23,9 @@ class ModelRunner:
     since; it can be dropped at any time.
     """
 
-    def __init__(self, model: Decoder, cache: KvCache, *, max_model_len: int, device: torch.device) -> None:
-        self._model = model
-        self._cache = cache
-        self._device = device
+    def __init__(self, executor: Executor, *, max_model_len: int) -> None:
+        self._executor = executor
         self.max_model_len = max_model_len
-        # A window that no context outgrows is none.
-        windows = [w if w is not None and w < max_model_len else None for w in model.windows]
-        self._planner = AttentionPlanner(cache, device, windows)
         self.drop_sequences()
 
     @property
@@ -43,12 +36,12 @@ class ModelRunner:
     def drop_sequences(self) -> None:
         """Forgets all sequences; the cache's content means nothing from then on."""
         self._table = SequenceTable(
-            vocab_size=self._model.config.vocab_size,
+            vocab_size=self._executor.vocab_size,
             max_model_len=self.max_model_len,
-            num_blocks=self._cache.num_blocks,
-            block_size=self._cache.block_size,
+            num_blocks=self._executor.num_blocks,
+            block_size=self._executor.block_size,
         )
-        self._sampler = Sampler(self._model.config.vocab_size, self._device)
+        self._sampler = Sampler(self._executor.vocab_size, self._executor.device)
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
@@ -64,18 +57,8 @@ class ModelRunner:
         if not len(batch):
             output.prepare_ns = time.perf_counter_ns() - begin
             return output
-        plan = self._planner.plan(batch.slots, batch.counts, batch.computed, batch.tables)
-        attention = PagedAttention(self._cache, self._planner, plan)
-        token_ids, positions = self._tensor(batch.token_ids), self._tensor(batch.positions)
-        prepared = time.perf_counter_ns()
-        logits = self._forward(batch, token_ids, positions, attention)
-        self._wait()
-        forwarded = time.perf_counter_ns()
-        if logits is not None:
-            self._sample(batch, logits, output)
-        output.prepare_ns = prepared - begin
-        output.forward_ns = forwarded - prepared
-        output.sample_ns = time.perf_counter_ns() - forwarded
+        output.prepare_ns = time.perf_counter_ns() - begin
+        self._compute(batch, output)
         return output
 
     def _apply(self, step: StepInput, checked: CheckedStep) -> None:
@@ -102,23 +85,29 @@ class ModelRunner:
                 if not table.skipped[row]:
                     entered.append(blocks)
         if entered:
-            self._cache.clear(self._tensor(np.concatenate(entered)))
+            self._executor.take_blocks(entered)
 
-    def _forward(
-        self, batch: StepBatch, token_ids: torch.Tensor, positions: torch.Tensor, attention: PagedAttention
-    ) -> torch.Tensor | None:
-        hidden = self._model.forward(token_ids, positions, attention)
-        if not len(batch.sampled):
-            return None
-        if len(batch.sampled) < len(hidden):
-            hidden = hidden.index_select(0, self._tensor(batch.sampled_tokens))
-        return self._model.logits(hidden)
+    def _compute(self, batch: StepBatch, output: StepOutput) -> None:
+        begin, table = time.perf_counter_ns(), self._table
+        hidden = self._executor.forward(batch)
+        rows = batch.rows[batch.sampled]
+        num_outputs = table.num_tokens[rows] - table.prompt_token_count[rows]
+        if not len(rows):
+            output.forward_ns = time.perf_counter_ns() - begin
+        elif self._sampler.is_greedy(rows, num_outputs, table.sampling):
+            # The executor has a shorter way to the likeliest token than through all logits.
+            token_ids, finite = self._executor.greedy(hidden)
+            output.forward_ns = time.perf_counter_ns() - begin
+            self._record(batch, Sampled(token_ids, ~finite), output)
+        else:
+            logits = self._executor.logits(hidden)
+            output.forward_ns = time.perf_counter_ns() - begin
+            self._record(batch, self._sampler.sample(logits, rows, num_outputs, table.sampling), output)
+        output.sample_ns = time.perf_counter_ns() - begin - output.forward_ns
 
-    def _sample(self, batch: StepBatch, logits: torch.Tensor, output: StepOutput) -> None:
+    def _record(self, batch: StepBatch, sampled: Sampled, output: StepOutput) -> None:
         table = self._table
         rows, ids = batch.rows[batch.sampled], batch.sequence_ids[batch.sampled]
-        num_outputs = table.num_tokens[rows] - table.prompt_token_count[rows]
-        sampled = self._sampler.sample(logits, rows, num_outputs, table.sampling)
         table.skipped[rows[sampled.failed]] = True
         output.errors.update(
             dict.fromkeys(ids[sampled.failed].tolist(), "the model produced logits that are not finite")
@@ -135,10 +124,3 @@ class ModelRunner:
         output.token_ids = token_ids.tolist()
         output.stopped_sequence_ids = ids[good][stopped].tolist()
         output.logprobs = {int(ids[place]): logprobs for place, logprobs in sampled.logprobs.items()}
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def _tensor(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)

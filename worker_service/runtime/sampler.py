@@ -41,7 +41,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: IntArray, num_outputs: IntArray, sampling: SamplingColumns) -> Sampled:
         """One token for each of logits [rows, vocab_size], of the sequences at table rows `rows` that have
         `num_outputs` output tokens so far. Leaves logits as they are; records nothing."""
-        masked = (sampling.min_tokens[rows] > num_outputs) & (sampling.num_stops[rows] > 0)
+        masked = _is_masked(rows, num_outputs, sampling)
         random = sampling.temperature[rows] > 0
         special = masked | random | sampling.has_penalty[rows]
         if not special.any():
@@ -56,6 +56,14 @@ class Sampler:
             self._choose(sampled, scores, others, rows, num_outputs, sampling)
         self._add_logprobs(sampled, logits, rows, sampling)
         return sampled
+
+    @staticmethod
+    def is_greedy(rows: IntArray, num_outputs: IntArray, sampling: SamplingColumns) -> bool:
+        """Whether all that these rows ask for is the likeliest token."""
+        special = (
+            _is_masked(rows, num_outputs, sampling) | (sampling.temperature[rows] > 0) | sampling.has_penalty[rows]
+        )
+        return not (special | (sampling.num_logprobs[rows] >= 0)).any()
 
     def _scores(self, logits: torch.Tensor, which: IntArray) -> torch.Tensor:
         width = -(-self._vocab_size // RUN) * RUN
@@ -118,6 +126,12 @@ class Sampler:
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _is_masked(rows: IntArray, num_outputs: IntArray, sampling: SamplingColumns) -> BoolArray:
+    """Whether stop tokens are masked still."""
+    masked: BoolArray = (sampling.min_tokens[rows] > num_outputs) & (sampling.num_stops[rows] > 0)
+    return masked
 
 
 def _greedy(scores: torch.Tensor) -> Sampled:

@@ -12,13 +12,11 @@ from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.layout import weight_slices
 from loader.shares import RankPlace
 from loader.weights import bytes_to_read, load_weights
-from worker_service.models.decoder import Decoder
-from worker_service.models.registry import build_model
-from worker_service.runtime.attention import TILE, gather_bytes
 from worker_service.runtime.device import choose_dtype, device_name, open_device, usable_cores
 from worker_service.runtime.dummy import decode_step, largest_lengths, num_blocks_of, prefill_step
+from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.errors import RuntimeFailure
-from worker_service.runtime.kv_cache import CacheShape, KvCache
+from worker_service.runtime.executor import Executor
 from worker_service.runtime.memory import CacheBudget, device_memory, explains_out_of_memory, peak_bytes, plan_cache
 from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
 from worker_service.runtime.runner import ModelRunner
@@ -47,13 +45,12 @@ class RuntimeSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A model with its weights placed."""
+    """A model with its weights."""
 
     checkpoint: Checkpoint
-    model: Decoder
+    engine: Engine
     dtype: torch.dtype
     weight_bytes: int
-    cache_shape: CacheShape
 
 
 class WorkerRuntime:
@@ -68,7 +65,7 @@ class WorkerRuntime:
         self._place = RankPlace()
         self._device: torch.device | None = None
         self._loaded: _Loaded | None = None
-        self._cache: KvCache | None = None
+        self._executor: Executor | None = None
         self._runner: ModelRunner | None = None
 
     @property
@@ -80,8 +77,8 @@ class WorkerRuntime:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV tensors. May be read from any thread."""
-        cache = self._cache
-        return 0 if cache is None else cache.num_bytes
+        executor = self._executor
+        return 0 if executor is None else executor.cache_bytes
 
     def init_device(self, place: RankPlace) -> DeviceInfo:
         """Selects the device and the number of threads. Raises RuntimeFailure "device_unavailable", or
@@ -131,23 +128,20 @@ class WorkerRuntime:
         lengths = largest_lengths(max_step_tokens, max_sequences, longest)
 
         def largest_step() -> None:
-            loaded.model.prepare(longest, dtype=loaded.dtype, device=device)
-            cache = KvCache(loaded.cache_shape, num_blocks_of(lengths, _BLOCK_SIZE), _BLOCK_SIZE, device)
-            runner = ModelRunner(loaded.model, cache, max_model_len=longest, device=device)
+            executor = loaded.engine.executor(num_blocks_of(lengths, _BLOCK_SIZE), _BLOCK_SIZE, longest)
+            runner = ModelRunner(executor, max_model_len=longest)
             runner.execute(prefill_step(lengths, _BLOCK_SIZE, _FULL_SAMPLING))
 
         with explains_out_of_memory(device, f"a step of {max_step_tokens} tokens", _LOWER_STEP):
             measured = peak_bytes(device, largest_step)
         # Its prompts have no earlier context; a step that has needs this much more.
-        context = loaded.checkpoint.config.max_position_count
-        mask_bytes = TILE * context * loaded.dtype.itemsize
-        activation = measured + 2 * gather_bytes(loaded.cache_shape, context) + mask_bytes
+        activation = measured + loaded.engine.context_bytes(loaded.checkpoint.config.max_position_count)
         budget = CacheBudget(self._settings.memory_fraction, self._settings.kv_cache_bytes)
         return plan_cache(device, budget, weight_bytes=loaded.weight_bytes, activation_bytes=activation)
 
     def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> int:
         """Allocates the KV tensors and answers their bytes. Raises RuntimeFailure "out_of_memory" or "invalid"."""
-        device, loaded = self._need_device(), self._need_model()
+        loaded = self._need_model()
         for name, value, high in (
             ("block_count", num_blocks, 2**31),
             ("block_size", block_size, 2**16),
@@ -156,16 +150,15 @@ class WorkerRuntime:
             if not 1 <= value <= high:
                 raise RuntimeFailure("invalid", f"{name} {value} lies outside 1 to {high}", {"field": name})
         self.reset(Phase.LOADED)
-        self._check_cache_fits(num_blocks * block_size * loaded.cache_shape.bytes_per_token)
-        self._cache = KvCache(loaded.cache_shape, num_blocks, block_size, device)
-        loaded.model.prepare(max_model_len, dtype=loaded.dtype, device=device)
-        self._runner = ModelRunner(loaded.model, self._cache, max_model_len=max_model_len, device=device)
-        return self._cache.num_bytes
+        self._check_cache_fits(num_blocks * block_size * loaded.engine.kv_bytes_per_token)
+        self._executor = loaded.engine.executor(num_blocks, block_size, max_model_len)
+        self._runner = ModelRunner(self._executor, max_model_len=max_model_len)
+        return self._executor.cache_bytes
 
     def warm_up(self, max_step_tokens: int, max_sequences: int, progress: Callable[[int, int], None]) -> None:
         """Runs steps of the shapes to come. Drops all sequences. Raises RuntimeFailure "out_of_memory"."""
         self._check_step_size(max_step_tokens, max_sequences)
-        runner, cache, device = self._need_runner(), self._need_cache(), self._need_device()
+        runner, cache, device = self._need_runner(), self._need_executor(), self._need_device()
         batches = [1 << i for i in range(max_sequences.bit_length()) if 1 << i < max_sequences] + [max_sequences]
         plans = [[min(max_step_tokens, runner.max_model_len - 1)], *([1] * batch for batch in batches)]
         plans = [plan for plan in plans if plan[0] and num_blocks_of(plan, cache.block_size, 1) <= cache.num_blocks]
@@ -189,7 +182,7 @@ class WorkerRuntime:
         if phase <= Phase.CACHED and self._runner is not None:
             self._runner.drop_sequences()
         if phase <= Phase.LOADED:
-            self._runner = self._cache = None
+            self._runner = self._executor = None
         if phase <= Phase.INITIALISED:
             self._loaded = None
         if phase <= Phase.LOADED and self._device is not None and self._device.type == "cuda":
@@ -206,7 +199,7 @@ class WorkerRuntime:
     ) -> _Loaded:
         device, config = self._need_device(), checkpoint.config
         try:
-            model = build_model(config, self._place, None)
+            engine: Engine = TorchEngine(config, self._place, dtype, device)
         except ValueError as error:
             raise RuntimeFailure("unsupported", f"the model cannot be split over these ranks: {error}") from error
         wanted = weight_slices(config, self._place)
@@ -220,11 +213,8 @@ class WorkerRuntime:
                 cancelled=cancelled,
             )
             progress("finalise", total, total)
-            for name in tensors:
-                tensors[name] = tensors[name].to(device)
-            weight_bytes = model.place_weights(tensors)
-        shape = CacheShape(len(model.layers), model.num_kv_heads, config.head_dim, dtype)
-        return _Loaded(checkpoint, model, dtype, weight_bytes, shape)
+            weight_bytes = engine.attach(engine.pack(tensors))
+        return _Loaded(checkpoint, engine, dtype, weight_bytes)
 
     def _summary(self, loaded: _Loaded, *, already_loaded: bool, begin: int) -> LoadSummary:
         config = loaded.checkpoint.config
@@ -233,7 +223,7 @@ class WorkerRuntime:
             architecture=config.architecture,
             weight_bytes=loaded.weight_bytes,
             dtype=str(loaded.dtype).removeprefix("torch."),
-            kv_bytes_per_token=loaded.cache_shape.bytes_per_token,
+            kv_bytes_per_token=loaded.engine.kv_bytes_per_token,
             vocab_size=config.vocab_size,
             max_position_count=config.max_position_count,
             already_loaded=already_loaded,
@@ -262,8 +252,8 @@ class WorkerRuntime:
     def _need_model(self) -> _Loaded:
         return _present(self._loaded, "a model", "LoadModel")
 
-    def _need_cache(self) -> KvCache:
-        return _present(self._cache, "a KV cache", "InitializeCache")
+    def _need_executor(self) -> Executor:
+        return _present(self._executor, "a KV cache", "InitializeCache")
 
     def _need_runner(self) -> ModelRunner:
         return _present(self._runner, "a KV cache", "InitializeCache")

@@ -107,7 +107,7 @@ def settled(tiny_model: Decoder) -> Driver:
 )
 def test_a_step_that_disagrees_changes_nothing(settled: Driver, changes: dict[str, object]) -> None:
     undisturbed = copy.deepcopy(settled.runner._table)
-    cache = settled.runner._cache._data.clone()
+    cache = settled.runner._executor._cache._data.clone()
     with pytest.raises(StateMismatch) as refused:
         settled.runner.execute(step(**changes))
     assert str(refused.value)
@@ -116,7 +116,7 @@ def test_a_step_that_disagrees_changes_nothing(settled: Driver, changes: dict[st
     for name, column in vars(undisturbed).items():
         if isinstance(column, np.ndarray):
             np.testing.assert_array_equal(getattr(table, name), column, err_msg=name)
-    assert torch.equal(settled.runner._cache._data, cache)
+    assert torch.equal(settled.runner._executor._cache._data, cache)
     assert settled.runner.execute(step()).sequence_ids == [1, 2]
 
 

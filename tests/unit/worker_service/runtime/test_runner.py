@@ -283,7 +283,7 @@ def test_dropping_sequences_forgets_them_all(driver: Driver, reference: list[lis
     driver.run(5)
     driver.runner.drop_sequences()
     assert driver.runner.num_sequences == 0
-    fresh = Driver(driver.runner, driver.runner._cache)
+    fresh = Driver(driver.runner, driver.runner._executor._cache)
     sequence = fresh.add(1, prompts()[6])
     fresh.run(NUM_OUTPUTS)
     assert sequence.output == reference[6]

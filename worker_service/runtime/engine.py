@@ -1,0 +1,81 @@
+"""A model with its weights, by the means that suit model, type and device best."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from loader.config import ModelConfig
+from loader.shares import RankPlace
+from worker_service.models.registry import build_model
+from worker_service.runtime.executor import Executor, TorchExecutor, context_bytes
+from worker_service.runtime.kv_cache import CacheShape, KvCache
+
+
+class Engine(Protocol):
+    """This rank's part of a model.
+
+    Its weights come in two steps, so that what the first makes can be kept for a restart: `pack` brings what was
+    read into the layout that computes best, `attach` takes what was packed into use.
+    """
+
+    @property
+    def layout(self) -> str:
+        """Names the layout that `pack` makes: equal for equal bytes."""
+        ...
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache that one token needs on this rank."""
+        ...
+
+    def pack(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Takes the tensors of `loader.layout.weight_slices` out of `tensors`, and answers contiguous ones by name."""
+        ...
+
+    def attach(self, packed: Mapping[str, torch.Tensor]) -> int:
+        """Computes with these from now on, which may be mapped read-only; answers the bytes that it holds."""
+        ...
+
+    def executor(self, num_blocks: int, block_size: int, max_model_len: int) -> Executor:
+        """The model with a new KV cache. Raises RuntimeFailure "out_of_memory", or "invalid" for a size that
+        cannot be."""
+        ...
+
+    def context_bytes(self, context: int) -> int:
+        """Most bytes that a step takes more than one of fresh prompts when contexts are up to `context` long."""
+        ...
+
+
+class TorchEngine:
+    """Plain torch, on any device."""
+
+    layout = "plain"
+
+    def __init__(self, config: ModelConfig, place: RankPlace, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises CheckpointError for a config that is not computed, ValueError for one that cannot be split."""
+        self._model = build_model(config, place, None)
+        self._dtype = dtype
+        self._device = device
+        self._shape = CacheShape(len(self._model.layers), self._model.num_kv_heads, config.head_dim, dtype)
+        self.kv_bytes_per_token = self._shape.bytes_per_token
+
+    def pack(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors as they are: what oneDNN packs can be neither stored nor mapped."""
+        packed = {name: tensor.to(self._device) for name, tensor in tensors.items()}
+        tensors.clear()
+        return packed
+
+    def attach(self, packed: Mapping[str, torch.Tensor]) -> int:
+        """See Engine."""
+        return self._model.place_weights(dict(packed))
+
+    def executor(self, num_blocks: int, block_size: int, max_model_len: int) -> Executor:
+        """See Engine."""
+        cache = KvCache(self._shape, num_blocks, block_size, self._device)
+        self._model.prepare(max_model_len, dtype=self._dtype, device=self._device)
+        return TorchExecutor(self._model, cache, max_model_len=max_model_len, device=self._device)
+
+    def context_bytes(self, context: int) -> int:
+        """See Engine."""
+        return context_bytes(self._shape, context)

@@ -1,0 +1,98 @@
+"""A model with its KV cache, as the runner uses them: a packed batch in, what to sample from out."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from worker_service.models.decoder import Decoder
+from worker_service.runtime.attention import TILE, AttentionPlanner, PagedAttention, gather_bytes
+from worker_service.runtime.batch import StepBatch
+from worker_service.runtime.kv_cache import CacheShape, KvCache
+
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+class Executor(Protocol):
+    """Computes steps over `num_blocks` blocks of `block_size` positions. Used by one thread only."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV tensors."""
+        ...
+
+    def take_blocks(self, block_ids: Sequence[IntArray]) -> None:
+        """Makes blocks ready for sequences that begin to write them."""
+        ...
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Runs all layers over the batch's tokens, storing their keys and values.
+
+        Answers the hidden states of the rows `batch.sampled_tokens`, [sampled, hidden_size].
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] -> [rows, vocab_size]."""
+        ...
+
+    def greedy(self, hidden: torch.Tensor) -> tuple[IntArray, BoolArray]:
+        """The likeliest token of each row of hidden states, and whether its logit is finite."""
+        ...
+
+
+class TorchExecutor:
+    """A decoder of plain torch operators, on any device."""
+
+    def __init__(self, model: Decoder, cache: KvCache, *, max_model_len: int, device: torch.device) -> None:
+        self._model = model
+        self._cache = cache
+        self.device = device
+        self.vocab_size = model.config.vocab_size
+        self.num_blocks, self.block_size, self.cache_bytes = cache.num_blocks, cache.block_size, cache.num_bytes
+        # A window that no context outgrows is none.
+        windows = [w if w is not None and w < max_model_len else None for w in model.windows]
+        self._planner = AttentionPlanner(cache, device, windows)
+
+    def take_blocks(self, block_ids: Sequence[IntArray]) -> None:
+        """Clears them; see KvCache."""
+        self._cache.clear(self._tensor(np.concatenate(block_ids)))
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """See Executor."""
+        plan = self._planner.plan(batch.slots, batch.counts, batch.computed, batch.tables)
+        attention = PagedAttention(self._cache, self._planner, plan)
+        hidden = self._model.forward(self._tensor(batch.token_ids), self._tensor(batch.positions), attention)
+        if len(batch.sampled) < len(hidden):
+            hidden = hidden.index_select(0, self._tensor(batch.sampled_tokens))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Executor."""
+        return self._model.logits(hidden)
+
+    def greedy(self, hidden: torch.Tensor) -> tuple[IntArray, BoolArray]:
+        """See Executor."""
+        peaks, token_ids = self.logits(hidden).max(-1)
+        return token_ids.cpu().numpy(), torch.isfinite(peaks).cpu().numpy()
+
+    def _tensor(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def context_bytes(shape: CacheShape, context: int) -> int:
+    """What a TorchExecutor takes more than a step of fresh prompts when contexts are up to `context` tokens long."""
+    return 2 * gather_bytes(shape, context) + TILE * context * shape.dtype.itemsize
