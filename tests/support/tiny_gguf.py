@@ -47,15 +47,16 @@ def make_tiny_gguf(
     metadata: Mapping[str, Any] | None = None,
     extra_tensors: Mapping[str, NDArray[np.float32]] | None = None,
     without: Sequence[str] = (),
+    split_max_tensors: int = 0,
 ) -> Path:
-    """Writes one GGUF and returns its path.
+    """Writes one GGUF and returns its path; with `split_max_tensors`, parts of at most as many tensors beside it.
 
     `metadata` is laid over the defaults, keys as in the file, None removes one; `without` names GGUF tensors to
     leave out. Matrices are stored as `quantisation`, vectors as F32.
     """
     config = {**TINY_CONFIG, "model_type": architecture}
     tensors = tiny_tensors(config, seed=seed, tie=tie)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
     tokenizer = _tokenizer_metadata(TINY_CONFIG["vocab_size"])
     values = {**_model_metadata(TINY_CONFIG, architecture), **tokenizer, **(metadata or {})}
     for key, value in values.items():

@@ -143,7 +143,6 @@ def test_unknown_architecture(tmp_path: Path) -> None:
     "metadata",
     [
         {"llama.expert_count": 8},
-        {"split.count": 3},
         {"llama.rope.dimension_count": 8},
         {"llama.attention.value_length": 32},
         {"llama.rope.scaling.type": "spiral", "llama.rope.scaling.factor": 2.0},
