@@ -30,6 +30,7 @@ from stepwire.rpc.errors import StepwireError
 from stepwire.rpc.server import BindError, HealthServicer, add_standard_services, bind, create_server
 from stepwire.telemetry import names
 from stepwire.telemetry.logs import configure_logging
+from stepwire.telemetry.metrics import Metrics
 from stepwire.telemetry.setup import Telemetry
 from stepwire.telemetry.trace import get_tracer
 from stepwire.v1 import inference_pb2_grpc
@@ -80,7 +81,8 @@ class _Service:
         self._settings = settings
         self._began = began
         self._tracer: Tracer = get_tracer(telemetry.tracer_provider)
-        self._engine = Engine(_served_name(settings), self._tracer, settings.tenant_rules)
+        self._metrics = Metrics()
+        self._engine = Engine(_served_name(settings), self._tracer, settings.tenant_rules, self._metrics)
         self._server = create_server(tracer_provider=telemetry.tracer_provider, max_message_bytes=MAX_MESSAGE_BYTES)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._engine), self._server)
         self._health = _Health(self._engine, add_standard_services(self._server, [SERVICE_NAME]))
@@ -94,21 +96,37 @@ class _Service:
         """Listens, starts, serves, ends."""
         try:
             port = bind(self._server, self._settings.host, self._settings.port)
+            self._serve_metrics()
         except BindError as error:
             return _cannot_start(error.strerror or str(error))
         await self._server.start()
         _log.info("listening", address=f"{self._settings.host}:{port}", model=self._engine.model_name)
-        health = asyncio.create_task(self._health.follow(), name="health")
+        watchers = (
+            asyncio.create_task(self._health.follow(), name="health"),
+            asyncio.create_task(self._metrics.watch_loop(), name="loop lag"),
+        )
         try:
             with self._signals():
                 return await self._start_and_serve()
         finally:
-            health.cancel()
-            await asyncio.gather(health, return_exceptions=True)
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
             await self._server.stop(None)
             await self._engine.close()
             for worker in self._workers:
                 await worker.close()
+
+    def _serve_metrics(self) -> None:
+        """Raises BindError."""
+        host, port = self._settings.host, self._settings.metrics_port
+        if port is None:
+            return
+        try:
+            port = self._metrics.serve(host, port)
+        except OSError as error:
+            raise BindError(error.errno, f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+        _log.info("serving_metrics", address=f"http://{host}:{port}/metrics")
 
     async def _start_and_serve(self) -> int:
         start = asyncio.create_task(self._make_ready(), name="start")

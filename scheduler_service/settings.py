@@ -94,6 +94,12 @@ class SchedulerSettings(BaseModel):
     trace_sample_ratio: float = Field(
         default=1.0, ge=0, le=1, description="Share of requests traced when the client did not decide."
     )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port that answers Prometheus at /metrics, on the same host; 0 takes any free one.",
+    )
     log_format: Literal["auto", "json", "pretty"] = Field(
         default="auto", description="auto is pretty on a terminal, JSON elsewhere."
     )

@@ -18,6 +18,7 @@ from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.group import WorkerGroup
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.loop import StepLoop
+from scheduler_service.engine.metrics import EngineMetrics
 from scheduler_service.engine.start import StartedGroup
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tenants import TenantRules
@@ -36,6 +37,7 @@ from scheduler_service.engine.values import (
 )
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry import names
+from stepwire.telemetry.metrics import Metrics
 
 _RETRY_AFTER_S = 1.0
 
@@ -66,11 +68,18 @@ class ServedModel:
 class Engine:
     """Serves one model. Exists before its workers do: calls are then refused as not ready."""
 
-    def __init__(self, model_name: str, tracer: Tracer, tenants: TenantRules) -> None:
+    def __init__(self, model_name: str, tracer: Tracer, tenants: TenantRules, metrics: Metrics) -> None:
         self.model_name = model_name
         self.failed: asyncio.Future[StepwireError] = asyncio.get_running_loop().create_future()
         self._tracer = tracer
         self._tenants = tenants
+        self._metrics = EngineMetrics(
+            metrics,
+            model_name,
+            tenants={*tenants.weights, *tenants.max_priorities},
+            scheduler=lambda: None if self._loop is None else self._loop.scheduler,
+            is_healthy=lambda: self.is_healthy,
+        )
         self._state = EngineState.STARTING
         self._failure: StepwireError | None = None
         self._model: ServedModel | None = None
@@ -93,6 +102,7 @@ class Engine:
             started.ranks,
             started.epoch,
             step_timeout_s=step_timeout_s,
+            observer=self._metrics,
             on_result=self._take_result,
             on_failure=self.fail,
         )
@@ -224,6 +234,7 @@ class Engine:
             self._num_calls -= 1
             if self._num_calls == 0:
                 self._no_calls.set()
+            self._metrics.request_ended(operation, arrival, live, error)
             self._note_end(request_id, trace, live, error)
             error = None  # its traceback leads back here
 

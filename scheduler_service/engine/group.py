@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from scheduler_service.core.plan import StepPlan, StepResult
-from scheduler_service.engine.ports import StepStream, WorkerPort
+from scheduler_service.engine.ports import StepStream, StepTimings, WorkerPort
 from stepwire.rpc.errors import StepwireError
 
 HEARTBEAT_EVERY_S = 1.0
@@ -50,6 +50,16 @@ def rank_failed(rank: Rank, phase: str, error: StepwireError, reason: str | None
     return StepwireError(reason or error.reason, f"{phase} failed on {where}: {error.message}", metadata)
 
 
+class StepObserver(Protocol):
+    """Who measures steps."""
+
+    def step_sent(self, plan: StepPlan) -> None:
+        """A step goes to the workers."""
+
+    def step_answered(self, timings: StepTimings, seconds: float) -> None:
+        """A step was answered: its parts inside the worker, and its whole as seen from here."""
+
+
 class WorkerGroup:
     """A group that is ready to execute steps, in one epoch.
 
@@ -63,12 +73,14 @@ class WorkerGroup:
         epoch: int,
         *,
         step_timeout_s: float,
+        observer: StepObserver,
         on_result: Callable[[StepResult], None],
         on_failure: Callable[[StepwireError], None],
     ) -> None:
         self._ranks = list(ranks)
         self._epoch = epoch
         self._step_timeout_s = step_timeout_s
+        self._observer = observer
         self._on_result = on_result
         self._on_failure = on_failure
         self._streams: list[StepStream] = []
@@ -100,6 +112,7 @@ class WorkerGroup:
         if self.failure is not None:
             return
         self._sent_at.append(time.monotonic())
+        self._observer.step_sent(plan)
         for rank, stream in zip(self._ranks, self._streams, strict=True):
             try:
                 await stream.send(plan)
@@ -125,11 +138,13 @@ class WorkerGroup:
     async def _read(self, rank: Rank, stream: StepStream) -> None:
         try:
             while self.failure is None:
-                result, _timings = await stream.receive()
+                result, timings = await stream.receive()
                 now = time.monotonic()
                 self._seen_at[rank.rank] = now
-                self._durations.append(now - max(self._sent_at.popleft(), self._last_result_at))
+                duration_s = now - max(self._sent_at.popleft(), self._last_result_at)
+                self._durations.append(duration_s)
                 self._last_result_at = now
+                self._observer.step_answered(timings, duration_s)
                 self._on_result(result)
         except StepwireError as error:
             self._fail(rank, error)

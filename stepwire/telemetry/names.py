@@ -77,6 +77,32 @@ EVENT_RESUMED: Final = "resumed"
 EVENT_PREFIX_CACHE_HIT: Final = "prefix_cache_hit"
 EVENT_WORKER_LOST: Final = "worker_lost"
 
+# Metrics, as Prometheus spells them: those of the GenAI conventions, then Stepwire's own.
+METRIC_REQUEST_DURATION: Final = "gen_ai_server_request_duration_seconds"
+METRIC_TIME_TO_FIRST_TOKEN: Final = "gen_ai_server_time_to_first_token_seconds"
+METRIC_TIME_PER_OUTPUT_TOKEN: Final = "gen_ai_server_time_per_output_token_seconds"
+METRIC_REQUESTS: Final = "stepwire_requests_total"
+METRIC_REQUESTS_REFUSED: Final = "stepwire_requests_refused_total"
+METRIC_QUEUE_TIME: Final = "stepwire_request_queue_seconds"
+METRIC_PROMPT_TOKENS: Final = "stepwire_prompt_tokens_total"
+METRIC_OUTPUT_TOKENS: Final = "stepwire_output_tokens_total"
+METRIC_REQUEST_PROMPT_TOKENS: Final = "stepwire_request_prompt_tokens"
+METRIC_REQUEST_OUTPUT_TOKENS: Final = "stepwire_request_output_tokens"
+METRIC_SEQUENCES: Final = "stepwire_sequences"
+METRIC_STEPS_IN_FLIGHT: Final = "stepwire_steps_in_flight"
+METRIC_BLOCKS: Final = "stepwire_kv_blocks"
+METRIC_PREFIX_QUERIES: Final = "stepwire_prefix_cache_queried_tokens_total"
+METRIC_PREFIX_HITS: Final = "stepwire_prefix_cache_hit_tokens_total"
+METRIC_PREEMPTIONS: Final = "stepwire_preemptions_total"
+METRIC_HOPELESS: Final = "stepwire_deadlines_not_meetable_total"
+METRIC_STEPS: Final = "stepwire_steps_total"
+METRIC_STEP_TOKENS: Final = "stepwire_step_tokens"
+METRIC_STEP_SEQUENCES: Final = "stepwire_step_sequences"
+METRIC_STEP_TIME: Final = "stepwire_step_seconds"
+METRIC_STEP_PARTS: Final = "stepwire_step_part_seconds"
+METRIC_READY: Final = "stepwire_ready"
+METRIC_LOOP_LAG: Final = "stepwire_event_loop_lag_seconds"
+
 # Calls that are made all the time, or last as long as the service: traced only for a caller that sends a
 # trace context.
 UNTRACED_METHODS: Final = frozenset(

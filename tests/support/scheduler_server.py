@@ -21,6 +21,7 @@ from scheduler_service.rpc.worker_client import WorkerClient
 from stepwire.rpc.channel import create_channel
 from stepwire.rpc.errors import StepwireError, from_rpc_error
 from stepwire.rpc.server import add_standard_services, bind, create_server
+from stepwire.telemetry.metrics import Metrics
 from stepwire.telemetry.trace import get_tracer
 from stepwire.v1 import inference_pb2 as pb
 from stepwire.v1 import inference_pb2_grpc
@@ -41,6 +42,7 @@ class RunningScheduler:
     worker_server: FakeWorkerServer
     tokenizer: Tokenizer
     address: str
+    metrics: Metrics
 
     async def generate(self, timeout: float | None = 20.0, **fields: Any) -> list[pb.GenerateResponse]:
         """All messages of one call. Raises StepwireError."""
@@ -96,7 +98,8 @@ async def running_scheduler(
     worker_server = FakeWorkerServer(worker)
     await worker_server.start(tracer_provider)
     tracer = get_tracer(tracer_provider)
-    engine = Engine(MODEL, tracer, tenants or TenantRules())
+    metrics = Metrics()
+    engine = Engine(MODEL, tracer, tenants or TenantRules(), metrics)
     server = create_server(tracer_provider=tracer_provider, max_message_bytes=64 << 20)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine), server)
     add_standard_services(server, [SERVICE_NAME])
@@ -125,7 +128,7 @@ async def running_scheduler(
         )
         await engine.begin(model, started, config, step_timeout_s=step_timeout_s)
         stub = InferenceServiceStub(channel)
-        yield RunningScheduler(engine, stub, worker, worker_server, tokenizer, address)
+        yield RunningScheduler(engine, stub, worker, worker_server, tokenizer, address, metrics)
     finally:
         await channel.close()
         await server.stop(None)

@@ -1,0 +1,205 @@
+"""What the scheduler counts and measures for Prometheus.
+
+Labels are few and bounded: operations, reasons of our own, parts of a step, and the tenants that are configured; all
+others are one. What the scheduler's core counts itself is read when it is asked for.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from scheduler_service.core.plan import StepPlan
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.engine.live import LiveRequest
+from scheduler_service.engine.ports import StepTimings
+from stepwire.rpc.errors import StepwireError
+from stepwire.telemetry import names
+from stepwire.telemetry.metrics import (
+    COUNT_BUCKETS,
+    FIRST_TOKEN_BUCKETS,
+    REQUEST_BUCKETS,
+    STEP_BUCKETS,
+    TOKEN_BUCKETS,
+    Metrics,
+    exemplar,
+)
+
+_OTHER_TENANTS = "other"
+
+
+class EngineMetrics:
+    """Metrics of one served model. `scheduler` answers the core once there is one."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        model: str,
+        *,
+        tenants: Iterable[str],
+        scheduler: Callable[[], Scheduler | None],
+        is_healthy: Callable[[], bool],
+    ) -> None:
+        self._tenants = frozenset(tenants)
+        self._common = {"gen_ai_provider_name": names.PROVIDER_STEPWIRE, "gen_ai_request_model": model}
+        self._make_request_metrics(metrics)
+        self._make_step_metrics(metrics)
+        metrics.registry.register(_CoreCollector(scheduler, is_healthy))
+
+    def request_ended(
+        self, operation: str, arrival: float, live: LiveRequest | None, error: StepwireError | None
+    ) -> None:
+        """Counts a call that is over: `live` is None for one that was refused. `arrival` is monotonic, in seconds."""
+        reason = "" if error is None else error.reason
+        trace = None if live is None else exemplar(live.request.trace)
+        labels = {**self._common, "gen_ai_operation_name": operation}
+        self._duration.labels(**labels, error_type=reason).observe(time.monotonic() - arrival, trace)
+        if live is None:
+            self._refused.labels(reason=reason).inc()
+            return
+        tenant = live.request.tenant if live.request.tenant in self._tenants else _OTHER_TENANTS
+        for finish_reason in live.finish_reasons.values() if error is None else (reason,):
+            self._requests.labels(
+                finish_reason=str(getattr(finish_reason, "value", finish_reason)), tenant=tenant
+            ).inc()
+        num_prompt, num_output = len(live.request.prompt_token_ids), live.num_output_tokens
+        self._prompt_tokens.labels(tenant=tenant).inc(num_prompt)
+        self._output_tokens.labels(tenant=tenant).inc(num_output)
+        self._prompt_lengths.observe(num_prompt)
+        self._output_lengths.observe(num_output)
+        self._queue_time.observe(live.queue_s, trace)
+        if live.first_token_at is None:
+            return
+        self._first_token.labels(**labels).observe(live.first_token_at - live.arrival, trace)
+        if num_output > live.request.n:
+            per_token = (time.monotonic() - live.first_token_at) / (num_output / live.request.n - 1)
+            self._per_token.labels(**labels).observe(per_token, trace)
+
+    def step_sent(self, plan: StepPlan) -> None:
+        """Counts a step that is on its way."""
+        self._step_tokens.observe(plan.num_tokens)
+        self._step_sequences.observe(len(plan.sequence_ids))
+
+    def step_answered(self, timings: StepTimings, seconds: float) -> None:
+        """Measures a step from sending to answer, or from the answer before it, and its parts inside the worker.
+
+        What is left of the whole is the way between the processes.
+        """
+        inside = (timings.queue_ns, timings.prepare_ns, timings.forward_ns, timings.sample_ns)
+        self._step_time.observe(seconds)
+        for part, duration_ns in zip(self._parts, inside, strict=False):
+            part.observe(duration_ns / 1e9)
+        self._parts[-1].observe(max(0.0, seconds - sum(inside[1:]) / 1e9))
+
+    def _make_request_metrics(self, metrics: Metrics) -> None:
+        registry = metrics.registry
+        labels = (*self._common, "gen_ai_operation_name")
+        self._duration = Histogram(
+            names.METRIC_REQUEST_DURATION,
+            "From the arrival of a request to its end.",
+            (*labels, "error_type"),
+            buckets=REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self._first_token = Histogram(
+            names.METRIC_TIME_TO_FIRST_TOKEN,
+            "From the arrival of a request to its first token.",
+            labels,
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self._per_token = Histogram(
+            names.METRIC_TIME_PER_OUTPUT_TOKEN,
+            "Mean time of a request's tokens after the first.",
+            labels,
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self._queue_time = Histogram(
+            names.METRIC_QUEUE_TIME,
+            "From the arrival of a request to the first step with it.",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self._requests = Counter(
+            names.METRIC_REQUESTS,
+            "Sequences that ended, by how; for a request that failed one, by its error's reason.",
+            ("finish_reason", "tenant"),
+            registry=registry,
+        )
+        self._refused = Counter(
+            names.METRIC_REQUESTS_REFUSED, "Requests that were refused, by reason.", ("reason",), registry=registry
+        )
+        self._prompt_tokens = Counter(
+            names.METRIC_PROMPT_TOKENS, "Prompt tokens of ended requests.", ("tenant",), registry=registry
+        )
+        self._output_tokens = Counter(
+            names.METRIC_OUTPUT_TOKENS, "Output tokens of ended requests.", ("tenant",), registry=registry
+        )
+        self._prompt_lengths = Histogram(
+            names.METRIC_REQUEST_PROMPT_TOKENS, "Prompt tokens of a request.", buckets=COUNT_BUCKETS, registry=registry
+        )
+        self._output_lengths = Histogram(
+            names.METRIC_REQUEST_OUTPUT_TOKENS, "Output tokens of a request.", buckets=COUNT_BUCKETS, registry=registry
+        )
+
+    def _make_step_metrics(self, metrics: Metrics) -> None:
+        registry = metrics.registry
+        self._step_tokens = Histogram(
+            names.METRIC_STEP_TOKENS, "Tokens that a step computes.", buckets=COUNT_BUCKETS, registry=registry
+        )
+        self._step_sequences = Histogram(
+            names.METRIC_STEP_SEQUENCES, "Sequences in a step.", buckets=COUNT_BUCKETS, registry=registry
+        )
+        self._step_time = Histogram(
+            names.METRIC_STEP_TIME,
+            "From the sending of a step, or the answer to the one before it, to its answer.",
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        parts = Histogram(
+            names.METRIC_STEP_PARTS,
+            "Parts of a step: waiting for the device, prepare, forward pass, sampling, and the way between processes.",
+            ("part",),
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        self._parts = [parts.labels(part=part) for part in ("device_wait", "prepare", "forward", "sample", "rpc")]
+
+
+class _CoreCollector(Collector):
+    """Reads the scheduler's core when Prometheus asks, on the exporter's thread: plain integers, none of which has
+    to agree with another to the last unit."""
+
+    def __init__(self, scheduler: Callable[[], Scheduler | None], is_healthy: Callable[[], bool]) -> None:
+        self._scheduler = scheduler
+        self._is_healthy = is_healthy
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        yield GaugeMetricFamily(names.METRIC_READY, "Whether requests are served.", float(self._is_healthy()))
+        core = self._scheduler()
+        if core is None:
+            return
+        sequences = GaugeMetricFamily(names.METRIC_SEQUENCES, "Sequences that live, by state.", labels=("state",))
+        sequences.add_metric(("running",), core.num_running)
+        sequences.add_metric(("waiting",), core.num_waiting)
+        yield sequences
+        blocks = GaugeMetricFamily(names.METRIC_BLOCKS, "Blocks of the KV cache, by state.", labels=("state",))
+        num_free, num_cached = core.num_free_blocks, core.num_cached_blocks
+        blocks.add_metric(("used",), core.config.num_blocks - num_free)
+        blocks.add_metric(("cached",), num_cached)
+        blocks.add_metric(("free",), num_free - num_cached)
+        yield blocks
+        yield GaugeMetricFamily(names.METRIC_STEPS_IN_FLIGHT, "Steps sent and not answered.", core.num_in_flight)
+        stats = core.stats
+        for name, text, value in (
+            (names.METRIC_STEPS, "Steps that were answered.", stats.num_steps),
+            (names.METRIC_PREEMPTIONS, "Preemptions.", stats.num_preemptions),
+            (names.METRIC_HOPELESS, "Requests ended early: their deadline could not be met.", stats.num_hopeless),
+            (names.METRIC_PREFIX_QUERIES, "Tokens looked up in the prefix cache.", stats.prefix_query_tokens),
+            (names.METRIC_PREFIX_HITS, "Tokens found in the prefix cache.", stats.prefix_hit_tokens),
+        ):
+            yield CounterMetricFamily(name.removesuffix("_total"), text, value)
