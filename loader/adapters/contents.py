@@ -1,0 +1,141 @@
+"""Taking an adapter's tensors apart: each has its place in the base model, or is refused. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loader.adapters import names
+from loader.adapters.config import LoraConfig
+from loader.adapters.targets import EMBEDDING, HEAD, Target, is_saved_by
+from loader.errors import CheckpointError
+from loader.layout import Embedding, Linear, Parameter
+from loader.tensors import TensorInfo
+
+CHECK_BASE = "use the base model that the adapter was trained on"
+Stored = dict[tuple[str, str], TensorInfo]
+"""Tensors by module and part."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """The change of one module: `scaling` times `b` [outputs, rank] times `a` [rank, inputs].
+
+    It is added to the weight [outputs, inputs] of a linear module. The weight of an embedding [rows, columns] takes
+    it transposed: rows are the inputs there, and columns the outputs.
+    """
+
+    name: str
+    rank: int
+    scaling: float
+    a: TensorInfo
+    b: TensorInfo
+
+
+def take_module(file: Path, target: Target, module: Parameter, stored: Stored) -> LoraModule:
+    """Takes the two factors of a module out of `stored`. Raises CheckpointError for one that is missing or has another
+    shape than rank and base say."""
+    if isinstance(module, Embedding):
+        (first, second), (inputs, outputs) = (names.EMBEDDING_A, names.EMBEDDING_B), (module.rows.size, module.columns)
+    elif isinstance(module, Linear):
+        (first, second), (inputs, outputs) = (names.A, names.B), (module.inputs.size, module.outputs.size)
+    else:
+        raise TypeError(f"{target.name} is no module that takes a product")
+    a = _take(file, target.name, first, (target.rank, inputs), stored)
+    b = _take(file, target.name, second, (outputs, target.rank), stored)
+    return LoraModule(target.name, target.rank, target.scaling, a, b)
+
+
+def take_full_weights(
+    file: Path, config: LoraConfig, modules: Mapping[str, Parameter], stored: Stored
+) -> dict[str, TensorInfo]:
+    """Takes the weights that replace those of the base out of `stored`, by the names of the base's tensors.
+
+    They are what modules_to_save names, and embedding and head, which PEFT adds where it finds them adapted or
+    resized. Raises CheckpointError for one that is missing or has another shape, and for a module that is not there.
+    """
+    taken = {}
+    for name, module in modules.items():
+        weight, bias = _shapes(module)
+        if any(is_saved_by(entry, name) for entry in config.modules_to_save):
+            taken[f"{name}.weight"] = _take(file, name, names.WEIGHT, weight, stored)
+            if bias is not None:
+                taken[f"{name}.bias"] = _take(file, name, names.BIAS, bias, stored)
+        elif name in (EMBEDDING, HEAD):
+            for part in (names.WEIGHT, names.BASE_WEIGHT):
+                if (name, part) in stored:
+                    taken[f"{name}.weight"] = _take(file, name, part, weight, stored)
+    for entry in config.modules_to_save:
+        if not any(is_saved_by(entry, name) for name in modules):
+            raise CheckpointError(
+                "invalid",
+                f"{config.file}: modules_to_save names {entry!r}, which the base model does not have",
+                CHECK_BASE,
+                file=config.file,
+                expected="modules of the base model",
+                found=entry,
+            )
+    return taken
+
+
+def refuse_rest(modules: Mapping[str, Parameter], stored: Stored) -> None:
+    """Raises CheckpointError for a tensor that is left: what an adapter holds and nobody uses is an adapter that does
+    something else than it was trained to."""
+    for (module, part), info in stored.items():
+        if module not in modules:
+            raise invalid(info, f"changes {module}, which the base model does not have", CHECK_BASE, "its modules")
+        if part in (names.WEIGHT, names.BIAS, names.BASE_WEIGHT):
+            what = f"replaces a weight of {module}, which modules_to_save does not name"
+        else:
+            what = f"changes {module}, which target_modules of the config does not"
+        raise invalid(info, what, "restore the config that the adapter was saved with", "no such tensor")
+
+
+def invalid(info: TensorInfo, what: str, remedy: str, expected: str) -> CheckpointError:
+    """The error for a tensor that does not fit."""
+    return CheckpointError(
+        "invalid",
+        f"{info.file}: tensor {info.name!r} {what}, expected {expected}",
+        remedy,
+        file=info.file,
+        tensor=info.name,
+        expected=expected,
+        found=f"{info.dtype} {list(info.shape)}",
+    )
+
+
+def _shapes(module: Parameter) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The shapes of a module's weight and of its bias, if it has one."""
+    if isinstance(module, Linear):
+        bias = (module.outputs.size,) if module.bias else None
+        return (module.outputs.size, module.inputs.size), bias
+    if isinstance(module, Embedding):
+        return (module.rows.size, module.columns), None
+    return (module.size,), None
+
+
+def _take(file: Path, module: str, part: str, shape: tuple[int, ...], stored: Stored) -> TensorInfo:
+    info = stored.pop((module, part), None)
+    if info is None:
+        raise CheckpointError(
+            "invalid",
+            f"{file} has no {part} of {module}, which the adapter's config says it changes",
+            "download the whole adapter, with the config that it was saved with",
+            file=file,
+            tensor=f"{names.PREFIX}{module}.{part}",
+            expected=str(list(shape)),
+            found="nothing",
+        )
+    if info.shape != shape:
+        raise _wrong_shape(info, module, part, shape)
+    return info
+
+
+def _wrong_shape(info: TensorInfo, module: str, part: str, shape: tuple[int, ...]) -> CheckpointError:
+    remedy = CHECK_BASE
+    if module in (EMBEDDING, HEAD) and part != names.B:
+        remedy = "if the adapter was trained with a resized vocabulary, resize the base model's likewise and save it"
+    ranks = {names.A: 0, names.EMBEDDING_A: 0, names.B: 1, names.EMBEDDING_B: 1}
+    axis = ranks.get(part)
+    if axis is not None and len(info.shape) == 2 and info.shape[1 - axis] == shape[1 - axis]:
+        remedy = "restore the config that the adapter was saved with: r or rank_pattern says another rank"
+    return invalid(info, f"of the module {module} has the shape {list(info.shape)}", remedy, str(list(shape)))
