@@ -12,7 +12,8 @@ from loader.families import FAMILIES
 from loader.fields import Fields
 from loader.files import open_regular, read_exactly
 from loader.gguf_format import GgufFile, GgufTensor
-from loader.hf_config import check_heads, head_dim, rope_config, unsupported_architecture
+from loader.hf_config import check_heads, head_dim, unsupported_architecture
+from loader.hf_rope import rope_config
 from loader.tensors import TensorInfo
 
 # GGUF calls Mistral a llama, and tells neither from the other.

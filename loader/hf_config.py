@@ -1,21 +1,24 @@
 """config.json and generation_config.json -> ModelConfig. Imports no torch."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from loader import fields
-from loader.config import ModelConfig, RopeConfig
+from loader.config import ExpertsConfig, ModelConfig
 from loader.errors import CheckpointError
 from loader.families import FAMILIES, Family
 from loader.fields import Fields
 from loader.files import read_json_object
+from loader.hf_rope import read_ropes, read_rotary_dim
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
-ROPE_SCALING_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")
 DTYPES = ("float32", "float16", "bfloat16")
 _LAYER_KINDS = ("full_attention", "sliding_attention")
-_ACTIVATIONS = {"swish": "silu"}
+_ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
+_EXPERT_BOUNDS = (1, 1 << 14)
 
 
 def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
@@ -36,10 +39,13 @@ def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
     vocab_size = values.integer("vocab_size", fields.VOCAB_BOUNDS)
     num_layers = values.integer("num_hidden_layers", fields.LAYER_BOUNDS)
     sliding_layers = _sliding_layers(values, family, num_layers)
+    size = head_dim(values, "head_dim", hidden_size, num_heads, family.head_dim)
+    rotary_dim = read_rotary_dim(values, family, size)
+    rope, local_rope = read_ropes(values, family, rotary_dim)
     generation = _generation_fields(folder, values)
     bos = generation.token_ids("bos_token_id", vocab_size) or values.token_ids("bos_token_id", vocab_size)
     eos = generation.token_ids("eos_token_id", vocab_size) or values.token_ids("eos_token_id", vocab_size)
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         family=family.name,
         vocab_size=vocab_size,
@@ -47,16 +53,16 @@ def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=check_heads(values, num_heads, _num_kv_heads(values, family, num_heads)),
-        head_dim=head_dim(values, "head_dim", hidden_size, num_heads, family.head_dim),
+        head_dim=size,
         intermediate_size=values.integer("intermediate_size", fields.INTERMEDIATE_BOUNDS),
         max_position_count=values.integer("max_position_embeddings", fields.POSITION_BOUNDS, family.max_position_count),
-        rms_norm_eps=values.number("rms_norm_eps", fields.EPSILON_BOUNDS, 1e-6),
-        rope=_rope(values),
-        tie_word_embeddings=values.boolean("tie_word_embeddings", default=False),
+        rms_norm_eps=values.number("rms_norm_eps", fields.EPSILON_BOUNDS, family.rms_norm_eps),
+        rope=rope,
+        tie_word_embeddings=values.boolean("tie_word_embeddings", default=family.tie_word_embeddings),
         qkv_bias=_bias(values, "attention_bias", family.qkv_bias),
         output_bias=_bias(values, "attention_bias", family.output_bias),
         mlp_bias=_bias(values, "mlp_bias", family.mlp_bias),
-        hidden_act=_hidden_act(values),
+        hidden_act=_hidden_act(values, family),
         dtype=_dtype(values, stored_dtype),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
@@ -65,7 +71,11 @@ def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
             values.integer("sliding_window", fields.POSITION_BOUNDS, family.sliding_window) if sliding_layers else None
         ),
         sliding_layers=sliding_layers,
+        local_rope=local_rope,
+        rotary_dim=None if rotary_dim == size else rotary_dim,
+        experts=_experts(values, family, num_layers),
     )
+    return _with_details(config, values, family)
 
 
 def check_heads(values: Fields, num_heads: int, num_kv_heads: int) -> int:
@@ -126,19 +136,74 @@ def _refuse_unsupported(values: Fields) -> None:
                 expected="no quantization_config",
                 found=str(method)[:100],
             )
-    if values.number("partial_rotary_factor", (0.0, 1.0), 1.0) != 1.0:
+    if values.boolean("use_bidirectional_attention", default=False):
         raise CheckpointError(
             "unsupported",
-            f"{values.file}: partial_rotary_factor {values.values['partial_rotary_factor']} is not supported",
-            "use a model that rotates whole heads",
+            f"{values.file}: use_bidirectional_attention is set: the model is no causal decoder",
+            "use a model that generates text",
             file=values.file,
-            expected="1.0",
+            expected="false",
+            found="true",
         )
 
 
-def _hidden_act(values: Fields) -> str:
-    name = values.text("hidden_act", "silu") or "silu"
+def _hidden_act(values: Fields, family: Family) -> str:
+    name = values.text(family.activation_field) or family.hidden_act
     return _ACTIVATIONS.get(name, name)
+
+
+def _with_details(config: ModelConfig, values: Fields, family: Family) -> ModelConfig:
+    """The config with what only some families have."""
+    return replace(
+        config,
+        norms=family.norms,
+        norm_offset=family.norm_offset,
+        qk_norm_whole=family.qk_norm_whole,
+        embedding_scale=math.sqrt(config.hidden_size) if family.scales_embedding else 1.0,
+        attention_scale=_attention_scale(values, family),
+        attention_softcap=_softcap(values, "attn_logit_softcapping", family.attention_softcap),
+        logit_softcap=_softcap(values, "final_logit_softcapping", family.logit_softcap),
+    )
+
+
+def _attention_scale(values: Fields, family: Family) -> float | None:
+    if family.query_pre_attn_scalar is None:
+        return None
+    return 1 / math.sqrt(values.number("query_pre_attn_scalar", (1e-3, 1e6), family.query_pre_attn_scalar))
+
+
+def _softcap(values: Fields, name: str, default: float | None) -> float | None:
+    """A null stands for none, whatever the family takes where the field is absent."""
+    if default is None or (name in values.values and not values.has(name)):
+        return None
+    return values.number(name, (0.0, 1e6), default) or None
+
+
+def _experts(values: Fields, family: Family, num_layers: int) -> ExpertsConfig | None:
+    kind = family.experts
+    if kind is None:
+        return None
+    num_experts = values.integer(kind.count_field, _EXPERT_BOUNDS, kind.num_experts)
+    step, dense = 1, frozenset[int]()
+    if kind.may_skip_layers:
+        step = values.integer("decoder_sparse_step", fields.LAYER_BOUNDS, 1)
+        dense = frozenset(_layer_numbers(values, "mlp_only_layers", num_layers))
+    return ExpertsConfig(
+        num_experts,
+        values.integer("num_experts_per_tok", (1, num_experts), kind.num_chosen),
+        values.integer(kind.size_field, fields.INTERMEDIATE_BOUNDS, kind.intermediate_size),
+        values.boolean("norm_topk_prob", default=False) if kind.normalised is None else kind.normalised,
+        tuple(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0),
+    )
+
+
+def _layer_numbers(values: Fields, name: str, num_layers: int) -> list[int]:
+    numbers = values.values.get(name)
+    if numbers is None:
+        return []
+    if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < num_layers for n in numbers):
+        raise values.error(name, "does not name layers", f"layers below {num_layers}", repr(numbers))
+    return numbers
 
 
 def _num_kv_heads(values: Fields, family: Family, num_heads: int) -> int:
@@ -157,14 +222,19 @@ def _sliding_layers(values: Fields, family: Family, num_layers: int) -> tuple[in
         return ()
     if family.window == "all_layers":
         return tuple(range(num_layers))
-    if not values.boolean("use_sliding_window", default=False):
+    if family.window != "by_pattern" and not values.boolean("use_sliding_window", default=False):
         return ()
+    if family.window == "all_layers_if_asked":
+        return tuple(range(num_layers))
     if values.has("layer_types"):
         kinds = values.values["layer_types"]
         if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in _LAYER_KINDS for kind in kinds):
             expected = f"{num_layers} of {' or '.join(_LAYER_KINDS)}"
             raise values.error("layer_types", "does not tell the kind of each layer", expected, repr(kinds)[:200])
         return tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
+    if family.window == "by_pattern":
+        period = values.integer("sliding_window_pattern", fields.LAYER_BOUNDS, family.window_period)
+        return tuple(number for number in range(num_layers) if (number + 1) % period)
     return tuple(range(values.integer("max_window_layers", (0, 1 << 20), 28), num_layers))
 
 
@@ -188,56 +258,3 @@ def _dtype(values: Fields, stored_dtype: str) -> str:
             found=name[:100],
         )
     return name
-
-
-def _rope(values: Fields) -> RopeConfig:
-    """Old files have rope_theta and rope_scaling, those of transformers 5 one rope_parameters."""
-    name = "rope_parameters" if values.has("rope_parameters") else "rope_scaling"
-    raw = values.values.get(name)
-    if raw is None:
-        return RopeConfig(values.number("rope_theta", fields.THETA_BOUNDS, 10000.0), None, {})
-    if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
-        raise CheckpointError(
-            "unsupported",
-            f"{values.file}: {name} is not one set of numbers",
-            "use a model with one rotary embedding for all layers",
-            file=values.file,
-            expected="numbers by name",
-        )
-    inner = Fields(values.file, raw)
-    theta = inner if inner.has("rope_theta") else values
-    scaling_type = inner.text("rope_type") or inner.text("type") or "default"
-    numbers = {key: value for key, value in raw.items() if key not in ("rope_type", "type", "rope_theta")}
-    base = theta.number("rope_theta", fields.THETA_BOUNDS, 10000.0)
-    if inner.number("partial_rotary_factor", (0.0, 1.0), 1.0) != 1.0:
-        raise inner.error("partial_rotary_factor", "is below 1", "1.0", str(raw["partial_rotary_factor"]))
-    if scaling_type in ("default", "none"):
-        return RopeConfig(base, None, {})
-    if not values.has("original_max_position_embeddings"):
-        return rope_config(values.file, base, scaling_type, numbers)
-    original = values.values["original_max_position_embeddings"]
-    return rope_config(values.file, base, scaling_type, {"original_max_position_embeddings": original, **numbers})
-
-
-def rope_config(file: Path, theta: float, scaling_type: str, parameters: Mapping[str, object]) -> RopeConfig:
-    """A checked scaled rotary embedding; `parameters` under the names config.json uses."""
-    if scaling_type not in ROPE_SCALING_TYPES:
-        raise CheckpointError(
-            "unsupported",
-            f"{file}: rotary scaling {scaling_type[:100]!r} is not supported",
-            f"use a model with one of {', '.join(ROPE_SCALING_TYPES)}",
-            file=file,
-            expected=", ".join(ROPE_SCALING_TYPES),
-            found=scaling_type[:100],
-        )
-    numbers = Fields(file, parameters)
-    # longrope derives its factor from the two lengths where the file has none.
-    numbers.number("factor", (1e-3, 1e6), 1.0 if scaling_type == "longrope" else None)
-    numbers.integer("original_max_position_embeddings", fields.POSITION_BOUNDS, 1)
-    if scaling_type == "llama3":
-        numbers.integer("original_max_position_embeddings", fields.POSITION_BOUNDS)
-        low = numbers.number("low_freq_factor", (1e-3, 1e6))
-        high = numbers.number("high_freq_factor", (1e-3, 1e6))
-        if high <= low:
-            raise numbers.error("high_freq_factor", f"is {high:g}", f"more than low_freq_factor {low:g}", f"{high:g}")
-    return RopeConfig(theta, scaling_type, {key: value for key, value in parameters.items() if value is not None})

@@ -1,10 +1,10 @@
 """The parameters of a decoder, and which part of each a rank holds: stated once, for the check of a checkpoint, for
 the reader and for the layers that compute. Pure functions; imports no torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from loader.config import ModelConfig
+from loader.config import ExpertsConfig, ModelConfig, Norms
 from loader.shares import (
     RankPlace,
     Share,
@@ -47,14 +47,21 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A vector that every rank holds whole, such as the weight of a norm; `name` is the tensor's without ".weight"."""
+    """A vector, such as the weight of a norm; `name` is the tensor's without ".weight".
+
+    A rank holds `share` of it, or all of it.
+    """
 
     name: str
     size: int
+    share: Share | None = None
 
     def slices(self) -> Iterator[WeightSlice]:
         """What is wanted of the checkpoint."""
-        yield WeightSlice(f"{self.name}.weight", (self.size,), None, 0, self.size)
+        if self.share is None:
+            yield WeightSlice(f"{self.name}.weight", (self.size,), None, 0, self.size)
+        else:
+            yield WeightSlice(f"{self.name}.weight", (self.size,), 0, self.share.start, self.share.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,7 @@ def parameters(config: ModelConfig, place: RankPlace) -> Iterator[Parameter]:
     """
     shares = _Shares.of(config, place)
     for layer in stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size):
-        yield from _layer(config, shares, f"model.layers.{layer}")
+        yield from _layer(config, shares, layer)
     if place.is_first_stage or (place.is_last_stage and config.tie_word_embeddings):
         yield Embedding("model.embed_tokens", shares.vocabulary, config.hidden_size)
     if place.is_last_stage:
@@ -105,7 +112,8 @@ def tensor_parallel_problem(config: ModelConfig, size: int) -> str | None:
     rules: tuple[Callable[[], Share], ...] = (
         lambda: even_share(config.num_heads, 0, size, what="the number of heads"),
         lambda: grouped_share(config.num_kv_heads, 0, size),
-        lambda: even_share(config.intermediate_size, 0, size, what="intermediate_size"),
+        lambda: _inner_share(config, 0, size),
+        lambda: _expert_share(config, 0, size),
         lambda: vocabulary_share(config.vocab_size, 0, size),
     )
     for rule in rules:
@@ -129,6 +137,7 @@ class _Shares:
     query: Share
     key_value: Share
     inner: Share
+    experts: Share
     vocabulary: Share
     is_first: bool
 
@@ -138,23 +147,63 @@ class _Shares:
         return cls(
             even_share(config.num_heads, rank, size, what="the number of heads").scaled(config.head_dim),
             grouped_share(config.num_kv_heads, rank, size).scaled(config.head_dim),
-            even_share(config.intermediate_size, rank, size, what="intermediate_size"),
+            _inner_share(config, rank, size),
+            _expert_share(config, rank, size),
             vocabulary_share(config.vocab_size, rank, size),
             rank == 0,
         )
 
 
-def _layer(config: ModelConfig, shares: _Shares, prefix: str) -> Iterator[Parameter]:
-    hidden = whole_share(config.hidden_size)
-    yield Vector(f"{prefix}.input_layernorm", config.hidden_size)
+def _inner_share(config: ModelConfig, rank: int, size: int) -> Share:
+    if config.experts is not None and len(config.experts.layers) == config.num_layers:
+        return whole_share(config.intermediate_size)  # no layer has an MLP without experts
+    return even_share(config.intermediate_size, rank, size, what="intermediate_size")
+
+
+def _expert_share(config: ModelConfig, rank: int, size: int) -> Share:
+    if config.experts is None:
+        return whole_share(0)
+    return even_share(config.experts.num_experts, rank, size, what="the number of experts")
+
+
+NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "around": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""A layer's norms of attention's input and output, and of the MLP's, by where a model normalises; None for none."""
+
+
+def _layer(config: ModelConfig, shares: _Shares, layer: int) -> Iterator[Parameter]:
+    prefix, hidden = f"model.layers.{layer}", whole_share(config.hidden_size)
+    for norm in NORM_NAMES[config.norms]:
+        if norm is not None:
+            yield Vector(f"{prefix}.{norm}", config.hidden_size)
     for name, share in (("q", shares.query), ("k", shares.key_value), ("v", shares.key_value)):
         yield Linear(f"{prefix}.self_attn.{name}_proj", share, hidden, config.qkv_bias)
-    if config.qk_norm:
-        yield Vector(f"{prefix}.self_attn.q_norm", config.head_dim)
-        yield Vector(f"{prefix}.self_attn.k_norm", config.head_dim)
+        if config.qk_norm and name != "v":
+            whole = Vector(f"{prefix}.self_attn.{name}_norm", share.size, share)
+            yield whole if config.qk_norm_whole else Vector(whole.name, config.head_dim)
     # The sum over the ranks must hold the bias of a product that is split by rows once.
     yield Linear(f"{prefix}.self_attn.o_proj", hidden, shares.query, config.output_bias and shares.is_first)
-    yield Vector(f"{prefix}.post_attention_layernorm", config.hidden_size)
+    if config.experts is not None and layer in config.experts.layers:
+        yield from _experts(config.experts, shares.experts, f"{prefix}.mlp", hidden)
+        return
     for name in ("gate", "up"):
         yield Linear(f"{prefix}.mlp.{name}_proj", shares.inner, hidden, config.mlp_bias)
     yield Linear(f"{prefix}.mlp.down_proj", hidden, shares.inner, config.mlp_bias and shares.is_first)
+
+
+def _experts(config: ExpertsConfig, share: Share, prefix: str, hidden: Share) -> Iterator[Parameter]:
+    """A router, which every rank holds, and this rank's experts, whole."""
+    inner = whole_share(config.intermediate_size)
+    yield Linear(f"{prefix}.gate", whole_share(config.num_experts), hidden)
+    for expert in range(share.start, share.stop):
+        for name in ("gate", "up"):
+            yield Linear(f"{prefix}.experts.{expert}.{name}_proj", inner, hidden)
+        yield Linear(f"{prefix}.experts.{expert}.down_proj", hidden, inner)

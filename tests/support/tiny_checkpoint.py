@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.support.tiny_families import arrange_for_family
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BOS_TOKEN_ID = 1
 EOS_TOKEN_ID = 2
@@ -41,6 +43,58 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "mlp_bias": None,
     },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "mlp_bias": None},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+        "mlp_bias": None,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "tie_word_embeddings": True,
+        "mlp_bias": None,
+    },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 512,
+        "attention_bias": None,
+        "mlp_bias": None,
+        "pad_token_id": 0,
+    },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "mlp_bias": None, "pad_token_id": 0},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_bias": None,
+        "mlp_bias": None,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "mlp_bias": None,
+    },
 }
 _NULL_MATTERS = ("sliding_window",)
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -103,7 +157,7 @@ def make_tiny_llama(
         folder / "generation_config.json", {"bos_token_id": BOS_TOKEN_ID, "eos_token_id": list(eos_token_ids) or None}
     )
     write_tiny_tokenizer(folder, vocab_size, chat_template)
-    tensors = tiny_tensors(config, seed=seed, tie=tie)
+    tensors = tiny_tensors(config, seed=seed, tie=bool(config["tie_word_embeddings"]))
     if sharded:
         _write_shards(folder, tensors, dtype)
     else:
@@ -140,6 +194,7 @@ def tiny_tensors(config: Mapping[str, Any], *, seed: int, tie: bool) -> dict[str
     if not tie:
         tensors["lm_head.weight"] = linear(int(config["vocab_size"]), hidden)
     _add_details(tensors, config, rng)
+    arrange_for_family(tensors, config, rng)
     return tensors
 
 
@@ -157,7 +212,7 @@ def _add_details(tensors: dict[str, NDArray[np.float32]], config: Mapping[str, A
         if any(f".{part}_proj." in name for part in biased):
             bias = rng.standard_normal(tensors[name].shape[0]).astype(np.float32)
             tensors[name.replace("weight", "bias")] = bias
-    if model_type == "qwen3":
+    if model_type in ("qwen3", "qwen3_moe"):
         for layer in range(int(config["num_hidden_layers"])):
             for part in ("q", "k"):
                 norm = 1.0 + 0.3 * rng.standard_normal(int(config["head_dim"]))

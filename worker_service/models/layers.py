@@ -107,41 +107,81 @@ class LmHead:
 
 
 class RmsNorm:
-    """Root-mean-square normalisation; held whole by every rank."""
+    """Root-mean-square normalisation; held whole by every rank.
 
-    def __init__(self, vector: Vector, eps: float) -> None:
+    What is added to the weight, `offset`, is added in float32: near 1 the model's type may hold none of the weight.
+    """
+
+    def __init__(self, vector: Vector, eps: float, offset: float = 0.0) -> None:
         self._name = vector.name
         self._shape = (vector.size,)
         self._eps = eps
+        self._offset = offset
         self._weight = torch.empty(0)
 
     def place(self, tensors: Tensors) -> None:
         """Takes its tensors out of `tensors`."""
-        self._weight = tensors.pop(f"{self._name}.weight")
+        weight = tensors.pop(f"{self._name}.weight")
+        self._weight = weight.float() + self._offset if self._offset else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, size] -> [rows, size]."""
+        if self._offset:
+            return functional.rms_norm(x.float(), self._shape, self._weight, self._eps).to(x.dtype)
         return functional.rms_norm(x, self._shape, self._weight, self._eps)
 
 
 class HeadNorms:
     """Root-mean-square normalisation of each head by itself; heads of several kinds, each with its weight, as one."""
 
-    def __init__(self, kinds: Sequence[tuple[Vector, int]], eps: float) -> None:
-        """`kinds` holds each kind's weight and this rank's number of such heads, in their order."""
+    def __init__(self, kinds: Sequence[tuple[Vector, int]], eps: float, offset: float = 0.0) -> None:
+        """`kinds` holds each kind's weight and this rank's number of such heads, in their order; `offset` is as
+        for RmsNorm."""
         self._kinds = tuple(kinds)
         self._shape = (kinds[0][0].size,)
         self._eps = eps
+        self._offset = offset
         self._weight = torch.empty(0)
 
     def place(self, tensors: Tensors) -> None:
         """Takes its tensors out of `tensors`."""
         weights = [tensors.pop(f"{vector.name}.weight").expand(count, -1) for vector, count in self._kinds]
-        self._weight = torch.cat(weights)
+        weight = torch.cat(weights)
+        self._weight = weight.float() + self._offset if self._offset else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, heads of all kinds, head_dim] -> the same."""
+        if self._offset:
+            return (functional.rms_norm(x.float(), self._shape, None, self._eps) * self._weight).to(x.dtype)
         return functional.rms_norm(x, self._shape, None, self._eps) * self._weight
+
+
+class ProjectionNorms:
+    """Root-mean-square normalisation of all queries of a token together, and of all its keys, over the ranks."""
+
+    def __init__(self, query: Vector, key: Vector, eps: float, num_ranks: int, group: Collectives | None) -> None:
+        self._names = (query.name, key.name)
+        self._sizes = tuple(len(vector.share) if vector.share else vector.size for vector in (query, key))
+        # Where ranks share a head, each of them counts it, equally often for all heads.
+        self._num_summed = [size * num_ranks for size in self._sizes]
+        self._eps = eps
+        self._group = group
+        self._weight = torch.empty(0)
+
+    def place(self, tensors: Tensors) -> None:
+        """Takes its tensors out of `tensors`."""
+        self._weight = torch.cat([tensors.pop(f"{name}.weight") for name in self._names]).float()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, this rank's query and key heads, head_dim] -> the same."""
+        flat = x.reshape(x.shape[0], -1).float()
+        parts = (flat[:, : self._sizes[0]], flat[:, self._sizes[0] :])
+        sums = torch.stack([part.square().sum(-1) for part in parts], -1)
+        if self._group is not None:
+            sums = self._group.all_reduce(sums)
+        factors = (sums / sums.new_tensor(self._num_summed) + self._eps).rsqrt()
+        normalised = torch.cat([part * factors[:, i : i + 1] for i, part in enumerate(parts)], -1)
+        return (normalised * self._weight).to(x.dtype).view(x.shape)
 
 
 def _not_placed(_x: torch.Tensor) -> torch.Tensor:

@@ -6,23 +6,28 @@ from dataclasses import dataclass
 
 import torch
 
-from loader.config import RopeConfig
+from loader.config import ModelConfig, RopeConfig
 from loader.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
 class RopeShape:
-    """What the frequencies depend on. `trained_length` is the context the checkpoint was made for;
-    `served_length` the longest context that will be used."""
+    """What the frequencies depend on. `rotary_dim` values of a head are rotated; `trained_length` is the context the
+    checkpoint was made for; `served_length` the longest context that will be used."""
 
     rope: RopeConfig
-    head_dim: int
+    rotary_dim: int
     trained_length: int
     served_length: int
 
 
+def rope_shape(config: ModelConfig, rope: RopeConfig, served_length: int) -> RopeShape:
+    """The shape of one of a model's rotary embeddings, for contexts of up to `served_length` tokens."""
+    return RopeShape(rope, config.rotary_dim or config.head_dim, config.max_position_count, served_length)
+
+
 def rope_frequencies(shape: RopeShape) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies [head_dim / 2] in float32, and the factor on cosines and sines.
+    """Inverse frequencies [rotary_dim / 2] in float32, and the factor on cosines and sines.
 
     Raises CheckpointError for a kind that is not supported, or a parameter that is missing or senseless.
     """
@@ -36,10 +41,6 @@ def rope_frequencies(shape: RopeShape) -> tuple[torch.Tensor, float]:
             expected=", ".join(_KINDS),
             found=kind,
         )
-    if _number(shape.rope.parameters, "partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError(
-            "unsupported", "partial rotary embedding is not supported", "use a checkpoint that rotates whole heads"
-        )
     return compute(shape)
 
 
@@ -47,7 +48,7 @@ class RotaryEmbedding:
     """Cosines and sines of all positions, computed once for the context that is served."""
 
     def __init__(self, shape: RopeShape, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Builds tables [served_length, 1, head_dim]. Raises CheckpointError as `rope_frequencies` does."""
+        """Builds tables [served_length, 1, rotary_dim]. Raises CheckpointError as `rope_frequencies` does."""
         frequencies, factor = rope_frequencies(shape)
         angles = torch.arange(shape.served_length, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -56,19 +57,22 @@ class RotaryEmbedding:
         self._sin = torch.cat((-sin, sin), -1)[:, None].to(device, dtype)
 
     def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines, each [num_tokens, 1, head_dim], of positions [num_tokens]."""
+        """Cosines and signed sines, each [num_tokens, 1, rotary_dim], of positions [num_tokens]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
 def apply_rope(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates heads [num_tokens, num_heads, head_dim] by what `RotaryEmbedding.select` gave."""
-    half = heads.shape[-1] // 2
+    """Rotates the first values of heads [num_tokens, num_heads, head_dim] by what `RotaryEmbedding.select` gave."""
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < heads.shape[-1]:
+        return torch.cat((apply_rope(heads[..., :rotary_dim], cos, sin), heads[..., rotary_dim:]), -1)
+    half = rotary_dim // 2
     swapped = torch.cat((heads[..., half:], heads[..., :half]), -1)
     return torch.addcmul(heads * cos, swapped, sin)
 
 
 def _default(shape: RopeShape, theta: float | None = None) -> tuple[torch.Tensor, float]:
-    dim = shape.head_dim
+    dim = shape.rotary_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return 1.0 / ((theta or shape.rope.theta) ** exponents), 1.0
 
@@ -82,7 +86,7 @@ def _dynamic(shape: RopeShape) -> tuple[torch.Tensor, float]:
     # The base grows with the longest context served, not with each sequence's length: else the keys
     # of one position would differ between sequences, and between prefill and recomputation, and
     # blocks could not be shared. Up to the trained length all of these agree.
-    factor, dim = _factor(shape), shape.head_dim
+    factor, dim = _factor(shape), shape.rotary_dim
     stretch = max(shape.served_length, shape.trained_length) / shape.trained_length
     return _default(shape, shape.rope.theta * (factor * stretch - (factor - 1)) ** (dim / (dim - 2)))
 
@@ -104,7 +108,7 @@ def _llama3(shape: RopeShape) -> tuple[torch.Tensor, float]:
 
 
 def _yarn(shape: RopeShape) -> tuple[torch.Tensor, float]:
-    parameters, dim, theta = shape.rope.parameters, shape.head_dim, shape.rope.theta
+    parameters, dim, theta = shape.rope.parameters, shape.rotary_dim, shape.rope.theta
     original = _number(parameters, "original_max_position_embeddings", shape.trained_length)
     factor = _factor(shape, shape.trained_length / original)
     fast = _number(parameters, "beta_fast", 32.0) or 32.0
@@ -132,12 +136,32 @@ def _yarn_attention(parameters: Mapping[str, object], factor: float) -> float:
     return magnitude(scale) / magnitude(scale_all) if scale and scale_all else magnitude(1.0)
 
 
+def _longrope(shape: RopeShape) -> tuple[torch.Tensor, float]:
+    # One list for all contexts, by the longest one served and not by each sequence's length: else the keys of one
+    # position would differ between sequences, as for "dynamic". Where no more is served than was trained at first,
+    # all of these agree.
+    parameters = shape.rope.parameters
+    original = _number(parameters, "original_max_position_embeddings", shape.trained_length)
+    divisors = _numbers(parameters, "long_factor" if shape.served_length > original else "short_factor")
+    frequencies, _ = _default(shape)
+    if len(divisors) != len(frequencies):
+        raise CheckpointError(
+            "invalid", f"longrope has {len(divisors)} divisors for {len(frequencies)} pairs", "correct config.json"
+        )
+    frequencies = frequencies / torch.tensor(divisors, dtype=torch.float32)
+    if parameters.get("attention_factor") is not None:
+        return frequencies, _number(parameters, "attention_factor")
+    factor = _number(parameters, "factor", shape.trained_length / original)
+    return frequencies, math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
 _KINDS: Mapping[str, Callable[[RopeShape], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 
 
@@ -146,6 +170,13 @@ def _factor(shape: RopeShape, default: float | None = None) -> float:
     if factor < 1.0:
         raise CheckpointError("invalid", f"rope scaling factor {factor} is below 1", "correct config.json")
     return factor
+
+
+def _numbers(parameters: Mapping[str, object], name: str) -> list[float]:
+    values = parameters.get(name)
+    if not isinstance(values, list | tuple):
+        raise CheckpointError("invalid", f"rope parameter {name!r} is no list of numbers", "correct config.json")
+    return [_number({name: value}, name) for value in values]
 
 
 def _number(parameters: Mapping[str, object], name: str, default: float | None = None) -> float:

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from worker_service.models.scores import Scores
 from worker_service.runtime.kv_cache import CacheShape, KvCache
 
 IntArray = NDArray[np.int64]
@@ -61,14 +62,23 @@ class AttentionPlan:
 class AttentionPlanner:
     """Turns a batch's lengths and block tables into a plan. Keeps what does not change between steps."""
 
-    def __init__(self, cache: KvCache, device: torch.device, windows: Sequence[int | None] = ()) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        device: torch.device,
+        windows: Sequence[int | None] = (),
+        scores: Sequence[Scores] = (),
+    ) -> None:
         """`windows` tells of each layer how many positions, its own among them, a token sees; None for all.
 
-        Without any, all layers see everything.
+        Without any, all layers see everything; without `scores`, all take products over sqrt(head_dim).
+        A window saves no memory, for block tables stay whole, and little time: only prefill reads less, a decode
+        gathers all blocks of its sequence and masks what lies before the window.
         """
         self._cache = cache
         self._device = device
         self.windows = tuple(windows) or (None,) * cache.shape.num_layers
+        self.scores = tuple(scores) or (Scores(cache.shape.head_dim**-0.5),) * cache.shape.num_layers
         self._distinct_windows = tuple(set(self.windows))
         shape = cache.shape
         self._max_group_tokens = max(1, GATHER_BYTES // (shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize))
@@ -148,7 +158,6 @@ class PagedAttention:
         self._cache = cache
         self._planner = planner
         self._plan = plan
-        self._scale = cache.shape.head_dim**-0.5
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Writes key and value to the cache, then attends. See models.decoder.Attention for the shapes."""
@@ -173,18 +182,23 @@ class PagedAttention:
         values = values.view(num_rows * num_kv_heads, -1, head_dim)
         # The query heads that share a key-value head are folded into the query's length.
         folded = query.reshape(num_rows * num_kv_heads, num_heads // num_kv_heads, head_dim)
-        if num_rows * keys.shape[1] <= FUSED_TOKENS:
+        how = self._planner.scores[layer]
+        if num_rows * keys.shape[1] <= FUSED_TOKENS and how.softcap is None:
             heads = (num_rows, num_kv_heads, -1, head_dim)
             fused = functional.scaled_dot_product_attention(
                 folded.view(heads),
                 keys.view(heads),
                 values.view(heads),
                 attn_mask=mask[:, None],
-                scale=self._scale,
+                scale=how.scale,
             )
             return fused.view(num_rows, -1)
         scores = torch.bmm(folded, keys.transpose(1, 2)).view(num_rows, num_heads, -1)
-        weights = torch.add(mask, scores, alpha=self._scale).softmax(-1).to(query.dtype)
+        if how.softcap is None:
+            masked = torch.add(mask, scores, alpha=how.scale)
+        else:
+            masked = capped(scores, how.scale, how.softcap) + mask
+        weights = masked.softmax(-1).to(query.dtype)
         return torch.bmm(weights.view(folded.shape[0], folded.shape[1], -1), values).view(num_rows, -1)
 
     def _prefill(
@@ -206,18 +220,29 @@ class PagedAttention:
         grouped = query.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
         target = output.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         group_size = grouped.shape[1]
-        window = self._planner.windows[layer]
+        window, how = self._planner.windows[layer], self._planner.scores[layer]
         for first in range(0, num_tokens, TILE):
             last = min(first + TILE, num_tokens)
             visible = chunk.num_computed + last
             start = 0 if window is None else max(0, chunk.num_computed + first + 1 - window)
+            mask = self._planner.causal_mask(last - first, visible - start, query.dtype, window)
+            if how.softcap is not None:
+                tile = grouped[:, :, first:last]
+                scores = capped(tile @ keys[:, None, start:visible].transpose(2, 3), how.scale, how.softcap)
+                target[:, :, first:last] = (scores + mask).softmax(-1).to(query.dtype) @ values[:, None, start:visible]
+                continue
             target[:, :, first:last] = functional.scaled_dot_product_attention(
                 grouped[:, :, first:last],
                 keys[:, None, start:visible].expand(-1, group_size, -1, -1),
                 values[:, None, start:visible].expand(-1, group_size, -1, -1),
-                attn_mask=self._planner.causal_mask(last - first, visible - start, query.dtype, window),
-                scale=self._scale,
+                attn_mask=mask,
+                scale=how.scale,
             )
+
+
+def capped(products: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
+    """Scores of products under a softcap, in float32: SDPA has none."""
+    return torch.tanh(products.float() * (scale / softcap)) * softcap
 
 
 def gather_bytes(shape: CacheShape, num_tokens: int) -> int:

@@ -63,7 +63,7 @@ class TorchExecutor:
         self.num_blocks, self.block_size, self.cache_bytes = cache.num_blocks, cache.block_size, cache.num_bytes
         # A window that no context outgrows is none.
         windows = [w if w is not None and w < max_model_len else None for w in model.windows]
-        self._planner = AttentionPlanner(cache, device, windows)
+        self._planner = AttentionPlanner(cache, device, windows, model.scores)
 
     def take_blocks(self, block_ids: Sequence[IntArray]) -> None:
         """Clears them; see KvCache."""

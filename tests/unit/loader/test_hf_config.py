@@ -9,6 +9,7 @@ from loader.config import ModelConfig, RopeConfig
 from loader.errors import CheckpointError
 from loader.families import FAMILIES
 from loader.hf_config import read_hf_config
+from tests.support.tiny_checkpoint import TINY_FAMILIES
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -126,18 +127,45 @@ def test_biases_and_norms_of_the_family(
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_what_config_leaves_unsaid_is_what_transformers_takes(tmp_path: Path, architecture: str) -> None:
     """The widths are such that a default of ours which differs cannot come out alike."""
-    changes = {"hidden_size": 256, "num_attention_heads": 64, "model_type": FAMILIES[architecture].name}
+    kind = str(TINY_FAMILIES[FAMILIES[architecture].name].get("model_type", "llama"))
+    changes = {"hidden_size": 256, "num_attention_heads": 64, "model_type": kind}
     unsaid = {"max_position_embeddings": None, "rms_norm_eps": None}
     content = {key: value for key, value in {**BASE, **changes, **unsaid}.items() if value is not None}
     del content["num_key_value_heads"]
     (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": [architecture]}))
     ours, theirs = read_hf_config(tmp_path, "float32"), AutoConfig.from_pretrained(tmp_path)
-    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", None) or ()
+    if getattr(theirs, "sliding_window", None) is None or (kinds and SLIDING not in kinds):
+        assert (ours.sliding_window, ours.sliding_layers) == (None, ())
+    else:
+        assert ours.sliding_window == theirs.sliding_window
+        assert ours.sliding_layers == tuple(n for n in (0, 1) if not kinds or kinds[n] == SLIDING)
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 256 // 64)
     assert ours.max_position_count == theirs.max_position_embeddings
-    assert (ours.rms_norm_eps, ours.hidden_act) == (theirs.rms_norm_eps, theirs.hidden_act)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.hidden_act == (getattr(theirs, "hidden_act", None) or theirs.hidden_activation)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert_details_equal(ours, theirs)
+
+
+def assert_details_equal(ours: ModelConfig, theirs: Any) -> None:
+    ropes = theirs.rope_parameters
+    assert ours.rope.theta == (ropes.get("full_attention") or ropes)["rope_theta"]
+    assert (ours.local_rope is None) == ("sliding_attention" not in ropes)
+    if ours.local_rope is not None:
+        assert ours.local_rope.theta == ropes["sliding_attention"]["rope_theta"]
+    assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
+    scalar = getattr(theirs, "query_pre_attn_scalar", None)
+    assert ours.attention_scale == (None if scalar is None else scalar**-0.5)
+    if ours.experts is None:
+        assert not hasattr(theirs, "num_experts_per_tok")
+    else:
+        assert (ours.experts.num_experts, ours.experts.num_chosen) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert ours.experts.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.experts.normalised == getattr(theirs, "norm_topk_prob", True)
+        assert ours.experts.layers == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def forward(model: Decoder, x: torch.Tensor, dtype: torch.dtype = torch.float32)
     count, table = len(TOKENS), np.array([[6, 1, 4]])
     positions = np.arange(count)
     slots = table[0][positions // 4] * 4 + positions % 4
-    planner = AttentionPlanner(cache, CPU, model.windows)
+    planner = AttentionPlanner(cache, CPU, model.windows, model.scores)
     plan = planner.plan(slots, np.array([count]), np.array([0]), table)
     return model.forward(x, torch.from_numpy(positions), PagedAttention(cache, planner, plan))
 
@@ -204,7 +204,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "relu"}, "relu"),
         ({"num_kv_heads": 3}, "evenly"),
         ({"family": "mamba", "architecture": "MambaForCausalLM"}, "MambaForCausalLM"),
     ],

@@ -72,7 +72,30 @@ def test_dynamic_stretches_to_the_served_length() -> None:
     torch.testing.assert_close(shorter, rope_frequencies(shape("default", {}))[0])
 
 
-@pytest.mark.parametrize("kind", ["longrope", "mrope"])
+@pytest.mark.parametrize("factor", [None, 1.0, 4.0])
+def test_longrope_takes_one_list_by_the_served_length(factor: float | None) -> None:
+    lists = {"short_factor": [1.0 + i / 16 for i in range(16)], "long_factor": [2.0 + i / 4 for i in range(16)]}
+    parameters = {**lists, "original_max_position_embeddings": 64, **({} if factor is None else {"factor": factor})}
+    theirs = reference("longrope", parameters)
+    short, scale = rope_frequencies(shape("longrope", parameters, served_length=64))
+    torch.testing.assert_close(short, theirs.inv_freq)
+    assert scale == pytest.approx(theirs.attention_scaling)
+    theirs(torch.zeros(1), torch.tensor([[64]]))
+    long, scale = rope_frequencies(shape("longrope", parameters, served_length=65))
+    torch.testing.assert_close(long, theirs.inv_freq)
+    assert scale == pytest.approx(theirs.attention_scaling)
+
+
+def test_part_of_a_head_may_be_rotated() -> None:
+    heads = torch.randn(6, 3, 48, generator=torch.Generator().manual_seed(0))
+    rope = RotaryEmbedding(shape("default", {}), dtype=torch.float32, device=torch.device("cpu"))
+    rotation = rope.select(torch.arange(6))
+    got = apply_rope(heads, *rotation)
+    assert torch.equal(got[..., :32], apply_rope(heads[..., :32], *rotation))
+    assert torch.equal(got[..., 32:], heads[..., 32:])
+
+
+@pytest.mark.parametrize("kind", ["mrope"])
 def test_other_kinds_are_refused_by_name(kind: str) -> None:
     with pytest.raises(CheckpointError, match=kind) as refused:
         rope_frequencies(shape(kind, {"factor": 2.0}))
@@ -89,7 +112,9 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
         ("llama3", {"factor": 8.0, "high_freq_factor": 4.0}, "low_freq_factor"),
         ("llama3", {"factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "high_freq_factor"),
         ("yarn", {"factor": 0.0}, "factor"),
-        ("default", {"partial_rotary_factor": 0.5}, "partial"),
+        ("longrope", {}, "short_factor"),
+        ("longrope", {"short_factor": [1.0] * 15}, "15 divisors for 16"),
+        ("longrope", {"short_factor": [1.0] * 15 + ["x"]}, "short_factor"),
     ],
 )
 def test_senseless_parameters_are_refused(kind: str, parameters: dict[str, Any], name: str) -> None:
