@@ -27,7 +27,7 @@ from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
 from scheduler_service.rpc.worker_client import WorkerClient
 from scheduler_service.settings import SchedulerSettings
 from stepwire.rpc.errors import StepwireError
-from stepwire.rpc.server import BindError, HealthServicer, add_standard_services, bind, create_server
+from stepwire.rpc.server import BindError, HealthServicer, add_standard_services, bind, create_server, serve_metrics
 from stepwire.telemetry import names
 from stepwire.telemetry.logs import configure_logging
 from stepwire.telemetry.metrics import Metrics
@@ -122,10 +122,7 @@ class _Service:
         host, port = self._settings.host, self._settings.metrics_port
         if port is None:
             return
-        try:
-            port = self._metrics.serve(host, port)
-        except OSError as error:
-            raise BindError(error.errno, f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+        port = serve_metrics(self._metrics, host, port)
         _log.info("serving_metrics", address=f"http://{host}:{port}/metrics")
 
     async def _start_and_serve(self) -> int:

@@ -98,7 +98,8 @@ class SchedulerSettings(BaseModel):
         default=None,
         ge=0,
         le=65535,
-        description="Port that answers Prometheus at /metrics, on the same host; 0 takes any free one.",
+        description="Port that answers Prometheus at /metrics, on the same host; 0 takes any free one. "
+        "With `serve` the worker's is the one above.",
     )
     log_format: Literal["auto", "json", "pretty"] = Field(
         default="auto", description="auto is pretty on a terminal, JSON elsewhere."

@@ -15,9 +15,17 @@ from opentelemetry.trace import TracerProvider
 
 from loader.checkpoint import open_checkpoint
 from stepwire.rpc.errors import StepwireError
-from stepwire.rpc.server import BindError, HealthServicer, add_standard_services, bind, create_server
+from stepwire.rpc.server import (
+    BindError,
+    HealthServicer,
+    add_standard_services,
+    bind,
+    create_server,
+    serve_metrics,
+)
 from stepwire.telemetry import names
 from stepwire.telemetry.logs import configure_logging
+from stepwire.telemetry.metrics import Metrics
 from stepwire.telemetry.setup import Telemetry
 from stepwire.telemetry.trace import get_tracer
 from stepwire.v1 import worker_pb2_grpc
@@ -116,6 +124,7 @@ class Worker:
         self._server = create_server(
             tracer_provider=tracer_provider, max_message_bytes=MAX_MESSAGE_BYTES, key=settings.cluster_key
         )
+        self.metrics = Metrics()
         self._health: HealthServicer = add_standard_services(self._server, [SERVICE_NAME])
         self._lifecycle = Lifecycle(
             self._device,
@@ -123,18 +132,23 @@ class Worker:
             roots=ModelRoots(settings.model_roots),
             fingerprint_of=fingerprint_of or _fingerprint,
             on_phase=self._on_phase,
+            metrics=self.metrics,
         )
         self._servicer = WorkerServicer(self._lifecycle, self._device)
-        self._patience: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)
 
     async def start(self) -> int:
         """Listens and returns the port; the runtime is made meanwhile. Raises BindError."""
         port = bind(self._server, self._settings.host, self._settings.port)
+        self._serve_metrics()
         self._device.start()
         await self._server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        self._patience = asyncio.create_task(self._watch_scheduler())
+        self._watchers = [
+            asyncio.create_task(self._watch_scheduler()),
+            asyncio.create_task(self.metrics.watch_loop()),
+        ]
         _log.info("listening", address=f"{self._settings.host}:{port}", process_id=os.getpid())
         return port
 
@@ -151,8 +165,8 @@ class Worker:
 
     async def shut_down(self, code: ExitCode) -> bool:
         """Answers the step that is running, refuses what is queued, and ends. Answers whether the device let go."""
-        if self._patience is not None:
-            self._patience.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         await self._health.set_all(serving=False)
         if code is not ExitCode.DEVICE_FAILED:
             reason = StepwireError("DRAINING", "the worker is shutting down")
@@ -162,6 +176,13 @@ class Worker:
                 _log.warning("device_call_did_not_end", waited_s=DRAIN_TIMEOUT_S)
         await self._server.stop(FLUSH_TIMEOUT_S)
         return await self._device.close(FLUSH_TIMEOUT_S)
+
+    def _serve_metrics(self) -> None:
+        """Raises BindError."""
+        if self._settings.metrics_port is not None:
+            host = self._settings.host
+            port = serve_metrics(self.metrics, host, self._settings.metrics_port)
+            _log.info("serving_metrics", address=f"http://{host}:{port}/metrics")
 
     async def _on_phase(self, phase: Phase) -> None:
         serving = health_pb2.HealthCheckResponse.SERVING

@@ -66,6 +66,12 @@ class WorkerSettings(BaseModel):
     trace_sample_ratio: float = Field(
         1.0, ge=0.0, le=1.0, description="Part of the traces begun here that is sampled; callers decide for their own."
     )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port that answers Prometheus at /metrics, on the same host; 0 takes any free one.",
+    )
     log_format: Literal["auto", "json", "pretty"] = Field(
         "auto", description='Form of log lines: "json", "pretty", or "auto" for pretty on a terminal.'
     )

@@ -55,8 +55,11 @@ def plan(settings: Settings) -> tuple[SchedulerSettings, WorkerSettings, Supervi
     supervisor = settings.build(SupervisorSettings)
     # Only these two processes need it, and without one any user of this machine could command the worker.
     key = settings.raw("cluster_key") or secrets.token_urlsafe(32)
-    worker = settings.build(WorkerSettings, host=_LOOPBACK, port=free_port(), cluster_key=key)
-    asked = settings.build(SchedulerSettings, workers=[f"{_LOOPBACK}:{worker.port}"], cluster_key=key)
+    port = free_port()
+    asked = settings.build(SchedulerSettings, workers=[f"{_LOOPBACK}:{port}"], cluster_key=key)
+    # A worker's metrics are one port above the scheduler's.
+    metrics_port = asked.metrics_port + 1 if asked.metrics_port else asked.metrics_port
+    worker = settings.build(WorkerSettings, host=_LOOPBACK, port=port, cluster_key=key, metrics_port=metrics_port)
     chosen = {
         "model": str(Path(asked.model).expanduser().absolute()),
         "port": asked.port or free_port(asked.host),

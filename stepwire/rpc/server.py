@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import TracerProvider
 
 from stepwire.rpc.interceptors import AuthInterceptor, ErrorInterceptor, TracingInterceptor
+from stepwire.telemetry.metrics import Metrics
 
 
 class BindError(OSError):
@@ -82,6 +83,14 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     return bound
 
 
+def serve_metrics(metrics: Metrics, host: str, port: int) -> int:
+    """Answers Prometheus on an address from now on; port 0 takes a free one. Returns the port. Raises BindError."""
+    problem = _listen_problem(host, port, "--metrics-port")
+    if problem is not None:
+        raise problem
+    return metrics.serve(host, port)
+
+
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -109,7 +118,7 @@ def bind_error(host: str, port: int) -> BindError:
     return BindError(0, f"cannot listen on {_address(host, port)}; choose another address with --host and --port")
 
 
-def _listen_problem(host: str, port: int) -> BindError | None:
+def _listen_problem(host: str, port: int, flag: str = "--port") -> BindError | None:
     address = _address(host, port)
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -120,8 +129,8 @@ def _listen_problem(host: str, port: int) -> BindError | None:
             probe.listen(1)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            text = f"{address} is in use by another process: stop it, or choose another port with --port"
+            text = f"{address} is in use by another process: stop it, or choose another port with {flag}"
             return AddressInUse(errno.EADDRINUSE, text)
-        text = f"cannot listen on {address}: {error.strerror or error}; choose another address with --host and --port"
+        text = f"cannot listen on {address}: {error.strerror or error}; choose another address with --host and {flag}"
         return BindError(error.errno or 0, text)
     return None

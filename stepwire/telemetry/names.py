@@ -101,6 +101,13 @@ METRIC_STEP_SEQUENCES: Final = "stepwire_step_sequences"
 METRIC_STEP_TIME: Final = "stepwire_step_seconds"
 METRIC_STEP_PARTS: Final = "stepwire_step_part_seconds"
 METRIC_READY: Final = "stepwire_ready"
+METRIC_WORKER_PHASE: Final = "stepwire_worker_phase"
+METRIC_WORKER_EPOCH: Final = "stepwire_worker_epoch"
+METRIC_WORKER_RANK: Final = "stepwire_worker_rank"
+METRIC_WORKER_SEQUENCES: Final = "stepwire_worker_sequences"
+METRIC_WORKER_MEMORY: Final = "stepwire_worker_memory_bytes"
+METRIC_WORKER_LOAD_TIME: Final = "stepwire_worker_load_seconds"
+METRIC_WORKER_STEP_PARTS: Final = "stepwire_worker_step_part_seconds"
 METRIC_LOOP_LAG: Final = "stepwire_event_loop_lag_seconds"
 
 # Calls that are made all the time, or last as long as the service: traced only for a caller that sends a

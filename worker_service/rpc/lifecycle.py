@@ -13,10 +13,12 @@ from opentelemetry.trace import Tracer
 
 from loader.shares import RankPlace
 from stepwire.rpc.errors import StepwireError
+from stepwire.telemetry.metrics import Metrics
 from worker_service.device_thread import DeviceStopped, DeviceThread
 from worker_service.rpc.failures import load_failure
 from worker_service.rpc.guard import stale_epoch
 from worker_service.rpc.limits import StepLimits, check_number, out_of_range
+from worker_service.rpc.metrics import WorkerMetrics
 from worker_service.rpc.paths import ModelRoots
 from worker_service.rpc.ports import Runtime
 from worker_service.rpc.progress import LoadProgress, WarmUpProgress
@@ -54,8 +56,10 @@ class Lifecycle:
         roots: ModelRoots,
         fingerprint_of: Callable[[Path], str],
         on_phase: Callable[[Phase], Awaitable[None]],
+        metrics: Metrics,
     ) -> None:
         self.state = WorkerState()
+        self._metrics = WorkerMetrics(metrics, self.state, lambda: getattr(device.runtime, "num_sequences", 0))
         self.session: StepSession | None = None
         self._device = device
         self._tracer = tracer
@@ -256,7 +260,13 @@ class Lifecycle:
             vocab_size=loaded.summary.vocab_size,
         )
         spans = SequenceSpans(self._tracer, rank=self.rank, epoch=self.state.epoch)
-        return StepSession(self.state.epoch, limits=limits, device=self._device, spans=spans)
+        return StepSession(
+            self.state.epoch,
+            limits=limits,
+            device=self._device,
+            spans=spans,
+            on_answer=self._metrics.step_answered,
+        )
 
     async def _reset(self, epoch: int, scheduler_id: str, to: Phase) -> Phase:
         state = self.state

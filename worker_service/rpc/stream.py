@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from functools import partial
 
 import structlog
@@ -33,11 +33,21 @@ class StepSkipped(Exception):
 class StepSession:
     """The steps of one epoch, whatever streams they come on: order, limits, refused sequences, spans."""
 
-    def __init__(self, epoch: int, *, limits: StepLimits, device: DeviceThread[Runtime], spans: SequenceSpans) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        *,
+        limits: StepLimits,
+        device: DeviceThread[Runtime],
+        spans: SequenceSpans,
+        on_answer: Callable[[StepOutput, int], None],
+    ) -> None:
+        """`on_answer` is told each step's output, and the nanoseconds that the step waited for the device."""
         self.guard: StepGuard[worker_pb2.StepResult] = StepGuard(epoch)
         self.limits = limits
         self.device = device
         self.spans = spans
+        self.on_answer = on_answer
         self._refused: set[int] = set()
         self._stream: StepStream | None = None
 
@@ -228,6 +238,7 @@ class StepStream:
         session.guard.complete(job.step.step_id, result)
         self._answers.put_nowait(worker_pb2.ExecuteModelResponse(result=result))
         session.spans.record(job.step, output)
+        session.on_answer(output, job.queue_ns)
 
     def _answer_again(self, step_id: int, _result: None, error: BaseException | None) -> None:
         result = self._session.guard.stored(step_id)
