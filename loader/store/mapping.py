@@ -36,8 +36,9 @@ def map_entry(
     num_threads: int,
     progress: Callable[[int], None] = lambda _: None,
     cancelled: Callable[[], bool] = lambda: False,
+    counts_as_use: bool = True,
 ) -> MappedEntry | None:
-    """Maps an entry and verifies all of it; None when there is none. It then counts as used now.
+    """Maps an entry and verifies all of it; None when there is none. It is then the one used last, if that counts.
 
     `progress` is called on this thread with the bytes verified so far. Raises EntryDamaged for one that is not what
     was written, which is removed first; LoadCancelled; StoreBusy; OSError.
@@ -60,8 +61,9 @@ def map_entry(
             with suppress(OSError):
                 folder.remove_damaged(name, descriptor)
             raise EntryDamaged(name, str(error)) from error
-        # To read through a descriptor changes nothing, and this is what "last used" is taken from.
-        os.utime(descriptor)
+        if counts_as_use:
+            # Nothing else changes this time of a file that is only read.
+            os.utime(descriptor)
         return entry
     finally:
         os.close(descriptor)

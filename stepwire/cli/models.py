@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from stepwire.cli.connection import connect
+from stepwire.cli.tables import print_table
 from stepwire.cli.target import target_option
 from stepwire.client.types import Model
 
@@ -25,7 +25,7 @@ def models(target: str, timeout: float, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(model) for model in found], indent=2))
     else:
-        _print_table([_HEADINGS, *map(_row, found)])
+        print_table([_HEADINGS, *map(_row, found)])
 
 
 def _row(model: Model) -> tuple[str, ...]:
@@ -40,9 +40,3 @@ def _row(model: Model) -> tuple[str, ...]:
         f"{model.num_free_blocks} of {model.num_blocks}",
     )
     return tuple(map(str, cells))
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        click.echo("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,12 @@
+"""Plain tables on standard output."""
+
+from collections.abc import Sequence
+
+import click
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows of equally many cells, the headings first, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
