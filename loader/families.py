@@ -55,14 +55,14 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsFamily:
-    """How a family's mixtures of experts are described, and what its config.json leaves unsaid.
+    """How a family's mixtures of experts are described, and what its config.json leaves unsaid: their number and the
+    rest of `loader.config.ExpertsConfig`.
 
     `normalised` None stands for what config.json says (`norm_topk_prob`). `size_field` names the field of an expert's
     width. Where `may_skip_layers`, `decoder_sparse_step` and `mlp_only_layers` tell which layers have no experts.
     `stored_names` are the modules of a layer as stored, in parts, and what we call them.
     """
 
-    count_field: str
     num_experts: int
     num_chosen: int
     size_field: str
@@ -167,7 +167,6 @@ FAMILIES: Mapping[str, Family] = {
         rms_norm_eps=1e-5,
         rope_theta=1e6,
         experts=ExpertsFamily(
-            "num_local_experts",
             num_experts=8,
             num_chosen=2,
             size_field="intermediate_size",
@@ -189,7 +188,6 @@ FAMILIES: Mapping[str, Family] = {
         max_position_count=32768,
         window="all_layers_if_asked",
         experts=ExpertsFamily(
-            "num_experts",
             num_experts=128,
             num_chosen=8,
             size_field="moe_intermediate_size",

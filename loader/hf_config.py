@@ -21,15 +21,16 @@ _ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 _EXPERT_BOUNDS = (1, 1 << 14)
 
 
-def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
+def read_hf_config(folder: Path, stored_dtype: str, content: Mapping[str, Any] | None = None) -> ModelConfig:
     """The config of the checkpoint in `folder`.
 
-    `stored_dtype` is what its tensors are stored in, used where config.json does not say. Raises CheckpointError:
-    "unsupported" for an architecture, a quantisation or a rotary embedding we do not have, "invalid" for values
+    `stored_dtype` is what its tensors are stored in, used where config.json does not say. `content` is what config.json
+    would say, where the folder's says it in words of its own. Raises CheckpointError:
+    "unsupported" for an architecture or a rotary embedding we do not have, "invalid" for values
     that are missing, of the wrong type, out of bounds or at odds with each other.
     """
     path = folder / "config.json"
-    content = read_json_object(path)
+    content = read_json_object(path) if content is None else content
     values = Fields(path, content)
     architecture = _architecture(path, content)
     family = FAMILIES[architecture]
@@ -124,18 +125,6 @@ def _architecture(path: Path, content: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(values: Fields) -> None:
-    for name in ("quantization_config", "compression_config"):
-        quantisation = values.values.get(name)
-        if quantisation:
-            method = quantisation.get("quant_method", "unnamed") if isinstance(quantisation, dict) else quantisation
-            raise CheckpointError(
-                "unsupported",
-                f"{values.file}: weights quantised by {str(method)[:100]!r} are not supported",
-                "use the unquantised model, or a GGUF of it",
-                file=values.file,
-                expected="no quantization_config",
-                found=str(method)[:100],
-            )
     if values.boolean("use_bidirectional_attention", default=False):
         raise CheckpointError(
             "unsupported",
@@ -163,6 +152,7 @@ def _with_details(config: ModelConfig, values: Fields, family: Family) -> ModelC
         attention_scale=_attention_scale(values, family),
         attention_softcap=_softcap(values, "attn_logit_softcapping", family.attention_softcap),
         logit_softcap=_softcap(values, "final_logit_softcapping", family.logit_softcap),
+        num_unused_layers=values.integer("num_nextn_predict_layers", (0, 64), 0),
     )
 
 
@@ -183,7 +173,9 @@ def _experts(values: Fields, family: Family, num_layers: int) -> ExpertsConfig |
     kind = family.experts
     if kind is None:
         return None
-    num_experts = values.integer(kind.count_field, _EXPERT_BOUNDS, kind.num_experts)
+    # transformers writes the second name for families that were published with the first.
+    name = "num_experts" if values.has("num_experts") else "num_local_experts"
+    num_experts = values.integer(name, _EXPERT_BOUNDS, kind.num_experts)
     step, dense = 1, frozenset[int]()
     if kind.may_skip_layers:
         step = values.integer("decoder_sparse_step", fields.LAYER_BOUNDS, 1)

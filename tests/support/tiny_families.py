@@ -60,7 +60,7 @@ def _mixtral(tensors: Tensors, prefix: str, _layer: int, config: Mapping[str, An
 
 
 def _qwen3_moe(tensors: Tensors, prefix: str, layer: int, config: Mapping[str, Any], rng: np.random.Generator) -> None:
-    if layer not in config["mlp_only_layers"]:
+    if layer not in config["mlp_only_layers"] and (layer + 1) % config.get("decoder_sparse_step", 1) == 0:
         _to_experts(tensors, prefix, config, rng, int(config["num_experts"]), int(config["moe_intermediate_size"]))
 
 

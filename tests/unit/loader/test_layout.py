@@ -1,11 +1,12 @@
 """What the ranks hold, against what there is."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from loader.checkpoint import open_checkpoint
-from loader.config import ModelConfig
+from loader.config import ExpertsConfig, ModelConfig
 from loader.layout import expected_tensors, tensor_parallel_problem, tensor_parallel_sizes, weight_slices
 from loader.shares import RankPlace, Share, even_share, grouped_share, stage_layers, vocabulary_share
 from tests.support.tiny_checkpoint import make_tiny_llama
@@ -20,11 +21,22 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"output_bias": True, "mlp_bias": True, "qk_norm": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qkv_bias": True},
+        {"output_bias": True, "mlp_bias": True, "qk_norm": True},
+        {"norms": "around"},
+        {"norms": "after", "qk_norm": True, "qk_norm_whole": True},
+        {"experts": ExpertsConfig(8, 2, 24, normalised=True, layers=(0, 2))},
+        {"experts": ExpertsConfig(16, 2, 25, normalised=True, layers=(0, 1, 2)), "intermediate_size": 127},
+    ],
+)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("pp", [1, 2, 3])
 def test_the_ranks_hold_every_element_and_each_adds_a_bias_once(
-    config: ModelConfig, tp: int, pp: int, changes: dict[str, bool], tied: bool
+    config: ModelConfig, tp: int, pp: int, changes: dict[str, Any], tied: bool
 ) -> None:
     config = dataclasses.replace(config, tie_word_embeddings=tied, **changes)
     held: dict[str, list[set[int]]] = {}
@@ -38,7 +50,8 @@ def test_the_ranks_hold_every_element_and_each_adds_a_bias_once(
     for name, parts in held.items():
         whole = expected_tensors(config)[name]
         assert set.union(*parts) in (set(range(whole[0])), set(range(whole[-1])))
-        replicated = name.endswith(("norm.weight", ".k_proj.weight", ".k_proj.bias", ".v_proj.weight", ".v_proj.bias"))
+        shared = ("norm.weight", ".k_proj.weight", ".k_proj.bias", ".v_proj.weight", ".v_proj.bias", ".mlp.gate.weight")
+        replicated = name.endswith(shared)
         stages = 2 if name == "model.embed_tokens.weight" and tied and pp > 1 else 1
         if not replicated:
             assert sum(map(len, parts)) == stages * len(set.union(*parts)), name
@@ -66,12 +79,13 @@ def test_shares_cover_everything_once() -> None:
         ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 48}, 6, "nor be replicated"),
         ({"intermediate_size": 126}, 4, "intermediate_size, 126"),
         ({"vocab_size": 9}, 8, "without a token"),
+        ({"experts": ExpertsConfig(6, 2, 24, normalised=True, layers=(0,))}, 4, "the number of experts, 6"),
     ],
 )
 def test_a_size_that_does_not_split_the_model_has_a_reason(
-    config: ModelConfig, changes: dict[str, int], size: int, words: str
+    config: ModelConfig, changes: dict[str, Any], size: int, words: str
 ) -> None:
-    config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    config = dataclasses.replace(config, **changes)
     problem = tensor_parallel_problem(config, size)
     assert problem is not None
     assert words in problem

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from worker_service.models.scores import Scores
 from worker_service.runtime import attention
 from worker_service.runtime.attention import AttentionPlanner, PagedAttention, split_decodes
 from worker_service.runtime.kv_cache import CacheShape, KvCache
@@ -15,12 +16,14 @@ CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 16, 4
 
 
-def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scores) -> torch.Tensor:
     """query [heads, head_dim] of the last position, keys and values [positions, kv_heads, head_dim]."""
     group = HEADS // KV_HEADS
     rows = []
     for head in range(HEADS):
-        scores = keys[:, head // group] @ query[head] / HEAD_DIM**0.5
+        scores = keys[:, head // group] @ query[head] * how.scale
+        if how.softcap is not None:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
         rows.append(scores.softmax(0) @ values[:, head // group])
     return torch.cat(rows)
 
@@ -28,9 +31,10 @@ def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused_tokens", [0, 1024])
 @pytest.mark.parametrize("window", [None, 1, 9, 1000])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("how", [Scores(HEAD_DIM**-0.5), Scores(0.4), Scores(0.3, 0.7)])
+@pytest.mark.parametrize("seed", range(3))
 def test_every_token_sees_its_own_past_only(
-    seed: int, window: int | None, fused_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    seed: int, how: Scores, window: int | None, fused_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "FUSED_TOKENS", fused_tokens)
     monkeypatch.setattr(attention, "TILE", 8)
@@ -59,7 +63,8 @@ def test_every_token_sees_its_own_past_only(
     query = torch.randn(sum(counts), HEADS, HEAD_DIM, generator=generator).to(dtype)
     new_keys = torch.cat([keys[start:] for (keys, _), start in zip(past, computed, strict=True)])
     new_values = torch.cat([values[start:] for (_, values), start in zip(past, computed, strict=True)])
-    planner = AttentionPlanner(cache, CPU, () if window is None else (None, window))
+    scores = () if how.scale == HEAD_DIM**-0.5 else (Scores(1.0), how)
+    planner = AttentionPlanner(cache, CPU, () if window is None else (None, window), scores)
     plan = planner.plan(np.concatenate(slots), np.array(counts), np.array(computed), tables)
     got = PagedAttention(cache, planner, plan)(1, query, new_keys, new_values)
     assert got.dtype == dtype
@@ -68,7 +73,7 @@ def test_every_token_sees_its_own_past_only(
     for (keys, values), start, count in zip(past, computed, counts, strict=True):
         for position in range(start, start + count):
             seen = slice(max(0, position + 1 - (window or 1000)), position + 1)
-            expected = reference(query[row].float(), keys[seen].float(), values[seen].float())
+            expected = reference(query[row].float(), keys[seen].float(), values[seen].float(), how)
             torch.testing.assert_close(got[row].float(), expected, rtol=tolerance, atol=tolerance)
             row += 1
     assert not bool(cache._data[:, 0].any())
