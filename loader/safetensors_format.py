@@ -54,9 +54,11 @@ def read_safetensors_file(path: Path) -> SafetensorsFile:
 
 def _read_header(path: Path, descriptor: int, file_size: int) -> bytes:
     head = read_exactly(descriptor, 256, 0)
-    foreign = foreign_file_error(path, head, "safetensors")
-    if foreign is not None:
-        raise foreign
+    # The length of a header may begin like a pickle, so a header that is there counts for more.
+    if not head[_LENGTH_BYTES:].lstrip().startswith(b"{"):
+        foreign = foreign_file_error(path, head, "safetensors")
+        if foreign is not None:
+            raise foreign
     if len(head) < _LENGTH_BYTES:
         raise _invalid(
             path,

@@ -13,6 +13,8 @@ from loader.errors import CheckpointError
 ENTRY_POINT_GROUP = "stepwire.checkpoint_formats"
 # In the order they are asked: those with a sign of their own come before those that take what is left.
 _BUILT_IN = (
+    ("loader.formats.presliced", "PreslicedFormat"),
+    ("loader.formats.trtllm", "TensorRtLlmFormat"),
     ("loader.formats.safetensors", "SafetensorsFormat"),
     ("loader.formats.gguf", "GgufFormat"),
 )

@@ -42,6 +42,13 @@ def sound(path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("num_header_bytes", [0x280, 0x380, 0x480, 0x8B1F])
+def test_a_header_whose_length_begins_like_another_kind_of_file(path: Path, num_header_bytes: int) -> None:
+    header = json.dumps({"x": entry([1], 0, 4)}).encode()
+    write_raw(path, header, b"1234", padding=b" " * (num_header_bytes - len(header)))
+    assert [tensor.name for tensor in read_safetensors_file(path).tensors] == ["x"]
+
+
 def test_finds_what_the_reference_library_wrote(sound: Path) -> None:
     file = read_safetensors_file(sound)
     raw = sound.read_bytes()
