@@ -63,6 +63,7 @@ lint: $(VENV)/.project ## format, style, types, import directions, protos
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
 	$(BIN)/python scripts/gen_protos.py --check
+	$(BIN)/python scripts/gen_dashboards.py --check
 
 .PHONY: protos
 protos: $(VENV)/.project ## generate stepwire/v1 from protos/

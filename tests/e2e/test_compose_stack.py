@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ class LocalCompose:
         settings = {
             key: self._local(name, interpolate(value, environ)) for key, value in service["environment"].items()
         }
-        settings["STEPWIRE_PORT"] = str(self.port(name, settings["STEPWIRE_PORT"]))
+        for variable in ("STEPWIRE_PORT", "STEPWIRE_METRICS_PORT"):
+            settings[variable] = str(self.port(name, settings[variable]))
         log_path = self.folder / f"{name}.log"
         process = self.exits.enter_context(running(service["command"], log_path, settings))
         self.processes[name] = process
@@ -80,5 +82,8 @@ def test_the_stack_answers_and_shows_the_trace(tiny_model: Path, tmp_path: Path)
         done = run("generate", "abc", "--model", MODEL_NAME, *request)
         assert done.returncode == 0, done.stderr
         trace = wait_for_trace(page, "composed")
+        for name, metric in (("scheduler", "stepwire_ready 1.0"), ("worker", 'stepwire_worker_phase{phase="ready"} 1.0')):
+            url = f"http://127.0.0.1:{compose.port(name, '9464')}/metrics"
+            assert metric in urllib.request.urlopen(url, timeout=5).read().decode()
     assert trace.root.service == "stepwire-client"
     assert all(process.returncode == 0 for process in compose.processes.values())

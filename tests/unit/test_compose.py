@@ -148,7 +148,7 @@ def addresses(value: object) -> Iterator[str]:
     [
         "deploy/otel-collector.yaml",
         "deploy/jaeger.yaml",
-        "deploy/prometheus.yml",
+        "deploy/prometheus/prometheus.yml",
         "deploy/grafana/provisioning/datasources/datasources.yaml",
     ],
 )
