@@ -52,8 +52,17 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadPhase:
+    """A part of a load, in the order of time and without gaps."""
+
+    name: str
+    duration_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """What a rank has loaded."""
+    """What a rank has loaded. Of its weights, `mapped_bytes` are mapped from the restart store."""
 
     fingerprint: str
     architecture: str
@@ -64,11 +73,13 @@ class LoadSummary:
     max_position_count: int
     already_loaded: bool
     duration_s: float
+    phases: tuple[LoadPhase, ...] = ()
+    mapped_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far a load is, in bytes; the last one of a load has the summary."""
+    """How far the phase `stage` of a load is, in bytes; the last one of a load has the summary."""
 
     stage: str
     loaded_bytes: int

@@ -178,6 +178,8 @@ class GroupStarter:
             dtype=summary.dtype,
             seconds=round(summary.duration_s, 3),
             already_loaded=summary.already_loaded,
+            mapped_bytes=summary.mapped_bytes,
+            phases={phase.name: round(phase.duration_s, 3) for phase in summary.phases},
         )
         return summary
 

@@ -16,6 +16,7 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 from scheduler_service.core.plan import NewSequence, StepPlan, StepResult
 from scheduler_service.engine.ports import (
     Device,
+    LoadPhase,
     LoadProgress,
     LoadSummary,
     MemoryReport,
@@ -329,6 +330,8 @@ def _summary(summary: pb.LoadSummary) -> LoadSummary:
         max_position_count=summary.max_position_count,
         already_loaded=summary.already_loaded,
         duration_s=summary.duration_ns / 1e9,
+        phases=tuple(LoadPhase(phase.name, phase.duration_ns / 1e9, phase.byte_count) for phase in summary.phases),
+        mapped_bytes=summary.mapped_bytes,
     )
 
 

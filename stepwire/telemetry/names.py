@@ -18,6 +18,9 @@ SPAN_DECODE: Final = "decode"
 SPAN_WORKER_PREFILL: Final = "worker.prefill"
 SPAN_WORKER_DECODE: Final = "worker.decode"
 
+# Spans of a load on a worker; each phase's span is named `load.<phase>`.
+SPAN_LOAD: Final = "load"
+
 # Spans of a start; each phase's span is named `startup.<phase>`.
 SPAN_STARTUP: Final = "startup"
 
@@ -62,6 +65,7 @@ FIRST_STEP_ID: Final = "stepwire.first_step_id"
 LAST_STEP_ID: Final = "stepwire.last_step_id"
 NUM_STEPS: Final = "stepwire.num_steps"
 NUM_TOKENS: Final = "stepwire.num_tokens"
+NUM_BYTES: Final = "stepwire.num_bytes"
 NUM_PREEMPTIONS: Final = "stepwire.num_preemptions"
 PHASE: Final = "stepwire.phase"
 RANK: Final = "stepwire.rank"
@@ -133,3 +137,8 @@ def request_span_name(operation: str, model: str) -> str:
 def startup_span_name(phase: str) -> str:
     """The name of the span of one start phase, such as "startup.load_model"."""
     return f"{SPAN_STARTUP}.{phase}"
+
+
+def load_span_name(phase: str) -> str:
+    """The name of the span of one phase of a load, such as "load.read"."""
+    return f"{SPAN_LOAD}.{phase}"

@@ -181,11 +181,11 @@ class LoadModelResponse(_message.Message):
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """What is being done: "inspect", "read" or "finalise"."""
+    """The phase of the load that goes on; see LoadPhase."""
     loaded_bytes: _builtins.int
-    """Bytes of the checkpoint that have been read for this rank."""
+    """Bytes that this phase has dealt with."""
     total_bytes: _builtins.int
-    """Bytes to be read for this rank."""
+    """Bytes that this phase has to deal with; 0 where that is not known."""
     @_builtins.property
     def summary(self) -> Global___LoadSummary:
         """Set in the last message."""
@@ -221,6 +221,8 @@ class LoadSummary(_message.Message):
     MAX_POSITION_COUNT_FIELD_NUMBER: _builtins.int
     ALREADY_LOADED_FIELD_NUMBER: _builtins.int
     DURATION_NS_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    MAPPED_BYTES_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Names the content of the checkpoint: equal for equal files."""
     architecture: _builtins.str
@@ -239,6 +241,12 @@ class LoadSummary(_message.Message):
     """Whether the model had been loaded before this call."""
     duration_ns: _builtins.int
     """Time of the whole load in nanoseconds."""
+    mapped_bytes: _builtins.int
+    """Of the weights, bytes that are mapped from the restart store; other workers may map the same."""
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadPhase]:
+        """What that time went to, one phase after the other without gaps."""
+
     def __init__(
         self,
         *,
@@ -251,14 +259,48 @@ class LoadSummary(_message.Message):
         max_position_count: _builtins.int = ...,
         already_loaded: _builtins.bool = ...,
         duration_ns: _builtins.int = ...,
+        phases: _abc.Iterable[Global___LoadPhase] | None = ...,
+        mapped_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_loaded", b"already_loaded", "architecture", b"architecture", "dtype", b"dtype", "duration_ns", b"duration_ns", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_position_count", b"max_position_count", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_loaded", b"already_loaded", "architecture", b"architecture", "dtype", b"dtype", "duration_ns", b"duration_ns", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "mapped_bytes", b"mapped_bytes", "max_position_count", b"max_position_count", "phases", b"phases", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadSummary: _TypeAlias = LoadSummary  # noqa: Y015
+
+@_typing.final
+class LoadPhase(_message.Message):
+    """A part of a load."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DURATION_NS_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"inspect" (headers and configs), "look_up" (the restart store, with its hashes), "read", "pack" (into the
+    layout of the device), "store" (writing to the restart store) or "map" (from there). Others may be added.
+    """
+    duration_ns: _builtins.int
+    """Its time in nanoseconds."""
+    byte_count: _builtins.int
+    """Bytes that it dealt with: read, verified, packed or written."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        duration_ns: _builtins.int = ...,
+        byte_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "duration_ns", b"duration_ns", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadPhase: _TypeAlias = LoadPhase  # noqa: Y015
 
 @_typing.final
 class DetermineAvailableMemoryRequest(_message.Message):

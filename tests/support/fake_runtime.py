@@ -67,7 +67,7 @@ class FakeRuntime:
             if cancelled():
                 raise LoadCancelled
         self._fail("load_model")
-        progress("finalise", self.total_bytes, self.total_bytes)
+        progress("pack", self.total_bytes, self.total_bytes)
         resolved = "float32" if dtype == "auto" else dtype
         return LoadSummary(
             fingerprint_of(path), "FakeForCausalLM", 4096, resolved, KV_BYTES_PER_TOKEN, VOCAB_SIZE, 512, False, 7

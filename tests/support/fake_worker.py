@@ -263,7 +263,7 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             already_loaded=already,
             duration_ns=1,
         )
-        yield pb.LoadModelResponse(stage="finalise", loaded_bytes=200, total_bytes=200, summary=summary)
+        yield pb.LoadModelResponse(stage="pack", loaded_bytes=200, total_bytes=200, summary=summary)
 
     async def DetermineAvailableMemory(
         self, request: pb.DetermineAvailableMemoryRequest, context: Any

@@ -21,7 +21,7 @@ from worker_service.rpc.limits import StepLimits, check_number, out_of_range
 from worker_service.rpc.metrics import WorkerMetrics
 from worker_service.rpc.paths import ModelRoots
 from worker_service.rpc.ports import Runtime
-from worker_service.rpc.progress import LoadProgress, WarmUpProgress
+from worker_service.rpc.progress import LoadProgress, WarmUpProgress, record_phases, seconds_of_phases
 from worker_service.rpc.spans import SequenceSpans
 from worker_service.rpc.state import Cached, Loaded, Measured, Place, Warm, WorkerState
 from worker_service.rpc.stream import StepSession
@@ -192,8 +192,11 @@ class Lifecycle:
             model_path=str(path),
             dtype=summary.dtype,
             weight_bytes=summary.weight_bytes,
+            mapped_bytes=summary.mapped_bytes,
             seconds=round(summary.duration_ns / 1e9, 3),
+            phases=seconds_of_phases(summary),
         )
+        record_phases(self._tracer, summary, rank=self.rank, epoch=epoch)
         await self._enter(Phase.LOADED)
         return summary
 

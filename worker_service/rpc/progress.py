@@ -1,10 +1,15 @@
-"""Progress that the device thread writes and the event loop reads."""
+"""Progress that the device thread writes and the event loop reads, and what a load's trace and log show of it."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from opentelemetry.trace import Tracer
+
 from stepwire.rpc.errors import StepwireError
+from stepwire.telemetry import names
+from stepwire.telemetry.trace import context_of, current_span, record_span
+from worker_service.runtime.report import LoadSummary
 
 # At most ten messages a second.
 REPORT_INTERVAL_S = 0.1
@@ -47,3 +52,18 @@ async def changes(progress: LoadProgress | WarmUpProgress, work: asyncio.Task[An
         if now != last and not work.done():
             last = now
             yield now
+
+
+def record_phases(tracer: Tracer, summary: LoadSummary, *, rank: int, epoch: int) -> None:
+    """Records a span for each phase of a load, below the span that is current: that of the call which asked for it."""
+    parent, start_ns = context_of(current_span()), summary.begin_unix_ns
+    for phase in summary.phases:
+        end_ns = start_ns + phase.duration_ns
+        attributes = {names.RANK: rank, names.EPOCH: epoch, names.NUM_BYTES: phase.num_bytes}
+        record_span(tracer, names.load_span_name(phase.name), parent, (start_ns, end_ns), attributes=attributes)
+        start_ns = end_ns
+
+
+def seconds_of_phases(summary: LoadSummary) -> dict[str, float]:
+    """What a log line says of a load's phases."""
+    return {phase.name: round(phase.duration_ns / 1e9, 3) for phase in summary.phases}

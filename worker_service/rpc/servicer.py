@@ -82,9 +82,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                             stage=stage, loaded_bytes=loaded_bytes, total_bytes=total_bytes
                         )
                 summary = await load
-                _, loaded_bytes, total_bytes = progress.now
+                stage, loaded_bytes, total_bytes = progress.now
                 yield worker_pb2.LoadModelResponse(
-                    stage="finalise",
+                    stage=stage,
                     loaded_bytes=loaded_bytes,
                     total_bytes=total_bytes,
                     summary=_load_summary(summary),
@@ -216,4 +216,9 @@ def _load_summary(summary: LoadSummary) -> worker_pb2.LoadSummary:
         max_position_count=summary.max_position_count,
         already_loaded=summary.already_loaded,
         duration_ns=summary.duration_ns,
+        phases=[
+            worker_pb2.LoadPhase(name=phase.name, duration_ns=phase.duration_ns, byte_count=phase.num_bytes)
+            for phase in summary.phases
+        ],
+        mapped_bytes=summary.mapped_bytes,
     )

@@ -25,8 +25,17 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadPhase:
+    """A part of a load; see LoadPhase in worker.proto."""
+
+    name: str
+    duration_ns: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """What was loaded; see LoadSummary in worker.proto."""
+    """What was loaded; see LoadSummary in worker.proto. `begin_unix_ns` is when the load began; 0 for none."""
 
     fingerprint: str
     architecture: str
@@ -37,6 +46,9 @@ class LoadSummary:
     max_position_count: int
     already_loaded: bool
     duration_ns: int
+    phases: tuple[LoadPhase, ...] = ()
+    mapped_bytes: int = 0
+    begin_unix_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
