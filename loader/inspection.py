@@ -3,32 +3,27 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from pathlib import Path
 
-from loader.byte_runs import rank_byte_runs
-from loader.chat_template import choose_template, folder_templates, gguf_templates
+from loader.adapters.adapter import Adapter, open_adapter
+from loader.adapters.parts import adapter_bytes
 from loader.checkpoint import Checkpoint
 from loader.config import ModelConfig
-from loader.errors import CheckpointError, unreadable
-from loader.files import foreign_file_error, read_head, read_json_object
+from loader.errors import CheckpointError
 from loader.hf_config import DTYPES
-from loader.layout import expected_tensors, tensor_parallel_problem, tensor_parallel_sizes, weight_slices
-from loader.shares import RankPlace, grouped_share, stage_layers
-from loader.tensors import WeightSlice
-
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# The reader's few chunks in flight, each of a few MiB before and after it is decoded.
-READ_BUFFER_BYTES = 64 << 20
-# Products of the same input are joined into one.
-_JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+from loader.layout import tensor_parallel_problem, tensor_parallel_sizes
+from loader.needs import RankNeeds, num_parameters, rank_needs
+from loader.shares import RankPlace
+from loader.text_side import TextSide, look_at_text_side
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
     """How the checkpoint is to be served. Raises ValueError for a number below 1 and for an unknown dtype.
 
-    `dtype` is "auto" for the checkpoint's own. `memory_bytes` is what each rank may use for weights and KV blocks;
-    None leaves open what fits.
+    `dtype` is "auto" for the checkpoint's own. `memory_bytes` is what each rank may use for weights and KV blocks,
+    `kv_cache_bytes` what it may use for KV blocks alone, `num_kv_blocks` how many there are to be; None leaves open
+    what fits. `adapters` are folders of LoRA adapters to be served beside it.
     """
 
     tensor_parallel_size: int = 1
@@ -36,51 +31,61 @@ class Wish:
     dtype: str = "auto"
     max_model_len: int | None = None
     memory_bytes: int | None = None
+    kv_cache_bytes: int | None = None
+    num_kv_blocks: int | None = None
     block_size: int = 16
+    adapters: tuple[Path, ...] = ()
+    max_adapter_rank: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "memory_bytes", "block_size"):
-            value = getattr(self, name)
+        for name, value in (
+            ("tensor_parallel_size", self.tensor_parallel_size),
+            ("pipeline_parallel_size", self.pipeline_parallel_size),
+            ("max_model_len", self.max_model_len),
+            ("memory_bytes", self.memory_bytes),
+            ("kv_cache_bytes", self.kv_cache_bytes),
+            ("num_kv_blocks", self.num_kv_blocks),
+            ("block_size", self.block_size),
+            ("max_adapter_rank", self.max_adapter_rank),
+        ):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, and must be at least 1")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype {self.dtype!r} is not one of auto, {', '.join(DTYPES)}")
 
+    def places(self) -> Iterator[RankPlace]:
+        """The ranks, stage by stage."""
+        for stage in range(self.pipeline_parallel_size):
+            for rank in range(self.tensor_parallel_size):
+                yield RankPlace(rank, self.tensor_parallel_size, stage, self.pipeline_parallel_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why the checkpoint cannot be served as wished: a code for programs, what is wrong, and what to do."""
+    """Why the checkpoint cannot be served as wished: a code for programs, what is wrong, and what to do.
+
+    `code` is that of a CheckpointError, or "tensor_parallel", "pipeline_parallel", "max_model_len", "out_of_memory".
+    `file`, `tensor`, `expected` and `found` say it again for programs, where they apply.
+    """
 
     code: str
     message: str
     remedy: str
+    file: str | None = None
+    tensor: str | None = None
+    expected: str | None = None
+    found: str | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class RankNeeds:
-    """What one rank holds and reads, in bytes.
-
-    `read_bytes` are the fewest bytes of the files that hold its part, `weight_bytes` those of the weights as loaded.
-    `resident_bytes` is what stays in memory: a CPU worker holds an embedding that is also the head twice, the second
-    time packed; others may do with less. `host_peak_bytes` is the most that loading takes of the host's memory; what
-    the process itself occupies, and what its allocator keeps of small tensors that are freed, comes on top.
-    `kv_bytes_per_token` counts this rank's layers and key-value heads.
-    """
-
-    tensor_rank: int
-    pipeline_rank: int
-    num_layers: int
-    num_kv_heads: int
-    read_bytes: int
-    weight_bytes: int
-    resident_bytes: int
-    host_peak_bytes: int
-    kv_bytes_per_token: int
+    @classmethod
+    def of(cls, error: CheckpointError) -> "Problem":
+        """What an error of the loader says."""
+        file = None if error.file is None else str(error.file)
+        return cls(error.code, error.message, error.remedy, file, error.tensor, error.expected, error.found)
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What fits beside the weights on the rank with least room; activations, which a worker measures, come on top."""
+    """What fits on the rank with least room; activations, which a worker measures, come on top."""
 
     num_blocks: int
     max_model_len: int
@@ -91,8 +96,8 @@ class Inspection:
     """What is known of a checkpoint before any weight is read.
 
     `stored_dtypes` maps a storage type to the bytes stored in it. `ranks` is empty where the model cannot be split
-    as wished, and `fit` is None then, and where no memory was given. `max_model_len` is the one wished, or the
-    longest that the model was made for.
+    as wished, and `fit` is None then, and where nothing bounds the KV blocks. `max_model_len` is the one wished, or
+    the longest that the model was made for. `adapters` are those that can be used.
     """
 
     wish: Wish
@@ -107,6 +112,7 @@ class Inspection:
     max_pipeline_parallel_size: int
     max_model_len: int
     ranks: tuple[RankNeeds, ...]
+    adapters: tuple[Adapter, ...]
     fit: Fit | None
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
@@ -120,23 +126,25 @@ class Inspection:
 def inspect_checkpoint(checkpoint: Checkpoint, wish: Wish) -> Inspection:
     """Holds an opened checkpoint, whose tensors are complete and well shaped, against a wish.
 
-    Reads of files only the small ones beside the weights; what it finds wrong is among the problems.
+    Reads of files only the small ones beside the weights, and headers of adapters; what it finds wrong is among the
+    problems.
     """
     config = checkpoint.config
     dtype = config.dtype if wish.dtype == "auto" else wish.dtype
-    text = _text_side(checkpoint)
+    text = look_at_text_side(checkpoint)
+    problems = [Problem.of(error) for error in text.errors]
+    adapters = _open_adapters(config, wish, problems)
     unsplit = list(_split_problems(config, wish))
-    ranks = () if unsplit else tuple(_rank_needs(checkpoint, place, dtype) for place in _places(wish))
-    fit = None
-    if ranks and wish.memory_bytes is not None:
-        fit = _fit(config, ranks, wish.memory_bytes, wish.block_size)
-    problems = [*text.problems, *unsplit, *_length_problems(config, wish, fit, ranks)]
+    problems += unsplit
+    ranks = () if unsplit else _needs(checkpoint, wish, dtype, adapters, problems)
+    fit = _fit(config, ranks, wish)
+    problems += _length_problems(config, wish, fit, ranks)
     return Inspection(
         wish=wish,
         dtype=dtype,
         num_files=len({info.file for info in checkpoint.tensors.values()}),
         num_tensors=len(checkpoint.tensors),
-        num_parameters=sum(prod(shape) for shape in expected_tensors(config).values()),
+        num_parameters=num_parameters(config),
         stored_dtypes=_stored_dtypes(checkpoint),
         has_tokenizer=text.has_tokenizer,
         has_chat_template=text.has_chat_template,
@@ -144,62 +152,21 @@ def inspect_checkpoint(checkpoint: Checkpoint, wish: Wish) -> Inspection:
         max_pipeline_parallel_size=config.num_layers,
         max_model_len=wish.max_model_len or config.max_position_count,
         ranks=ranks,
+        adapters=adapters,
         fit=fit,
         problems=tuple(problems),
-        warnings=tuple(_warnings(config, wish, dtype, text)),
+        warnings=tuple(_warnings(checkpoint, wish, dtype, text)),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _TextSide:
-    has_tokenizer: bool
-    has_chat_template: bool
-    problems: tuple[Problem, ...]
-
-
-def _text_side(checkpoint: Checkpoint) -> _TextSide:
-    """Whether tokenizer and template are there. Building the tokenizer would take longer than all the rest."""
-    problems = []
-    tokenizer = _tokenizer_problem(checkpoint)
-    if tokenizer is not None:
-        problems.append(tokenizer)
-    templates: Mapping[str, str] = {}
-    try:
-        templates = _templates(checkpoint)
-    except CheckpointError as error:
-        problems.append(Problem(error.code, error.message, error.remedy))
-    return _TextSide(tokenizer is None, choose_template(templates) is not None, tuple(problems))
-
-
-def _tokenizer_problem(checkpoint: Checkpoint) -> Problem | None:
-    path, remedy = checkpoint.path, "download the model's tokenizer too"
-    if checkpoint.format == "gguf":
-        if "tokenizer.ggml.tokens" in checkpoint.gguf_metadata:
-            return None
-        return Problem("not_found", f"{path} holds no tokenizer", remedy)
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        return Problem("not_found", f"{path} has no tokenizer.json", remedy)
-    try:
-        foreign = foreign_file_error(file, read_head(file), "a tokenizer")
-        if foreign is not None:
-            raise foreign
-        with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - 64))
-            is_whole = stream.read().rstrip().endswith(b"}")
-    except CheckpointError as error:
-        return Problem(error.code, error.message, error.remedy)
-    except OSError as error:
-        found = unreadable(file, error)
-        return Problem(found.code, found.message, found.remedy)
-    return None if is_whole else Problem("invalid", f"{file} is cut off or damaged", "download the file again")
-
-
-def _templates(checkpoint: Checkpoint) -> Mapping[str, str]:
-    if checkpoint.format == "gguf":
-        return gguf_templates(checkpoint.path, checkpoint.gguf_metadata)
-    path = checkpoint.path / "tokenizer_config.json"
-    return folder_templates(checkpoint.path, read_json_object(path) if path.exists() else {})
+def _open_adapters(config: ModelConfig, wish: Wish, problems: list[Problem]) -> tuple[Adapter, ...]:
+    opened = []
+    for path in wish.adapters:
+        try:
+            opened.append(open_adapter(path, config, max_rank=wish.max_adapter_rank))
+        except CheckpointError as error:
+            problems.append(Problem.of(error))
+    return tuple(opened)
 
 
 def _split_problems(config: ModelConfig, wish: Wish) -> Iterator[Problem]:
@@ -207,55 +174,40 @@ def _split_problems(config: ModelConfig, wish: Wish) -> Iterator[Problem]:
     reason = tensor_parallel_problem(config, size)
     if reason is not None:
         sizes = ", ".join(map(str, tensor_parallel_sizes(config)))
-        yield Problem("tensor_parallel", f"tp {size} does not work: {reason}", f"use one of tp {sizes}")
+        message = f"tp {size} does not work: {reason}"
+        yield Problem("tensor_parallel", message, f"use one of tp {sizes}", expected=sizes, found=str(size))
     if stages > config.num_layers:
         message = f"pp {stages} does not work: the model has {config.num_layers} layers"
-        yield Problem("pipeline_parallel", message, f"use a pp of 1 to {config.num_layers}")
+        remedy = f"use a pp of 1 to {config.num_layers}"
+        yield Problem("pipeline_parallel", message, remedy, expected=f"1 to {config.num_layers}", found=str(stages))
 
 
-def _places(wish: Wish) -> Iterator[RankPlace]:
-    for stage in range(wish.pipeline_parallel_size):
-        for rank in range(wish.tensor_parallel_size):
-            yield RankPlace(rank, wish.tensor_parallel_size, stage, wish.pipeline_parallel_size)
+def _needs(
+    checkpoint: Checkpoint, wish: Wish, dtype: str, adapters: Sequence[Adapter], problems: list[Problem]
+) -> tuple[RankNeeds, ...]:
+    """What each rank needs; nothing where some rank's part is not there whole, which is a problem then."""
+    try:
+        return tuple(
+            rank_needs(checkpoint, place, dtype, sum(adapter_bytes(adapter, place) for adapter in adapters))
+            for place in wish.places()
+        )
+    except CheckpointError as error:
+        problems.append(Problem.of(error))
+        return ()
 
 
-def _rank_needs(checkpoint: Checkpoint, place: RankPlace, dtype: str) -> RankNeeds:
-    config, value_bytes = checkpoint.config, _DTYPE_BYTES[dtype]
-    wanted = weight_slices(config, place)
-    sizes = {want.name: prod(want.part_shape) * value_bytes for want in wanted}
-    weight_bytes = sum(sizes.values())
-    # A head that shares the embedding's weight is packed into a copy; looking up rows needs the weight as it was.
-    copied = sizes["model.embed_tokens.weight"] if place.is_last_stage and config.tie_word_embeddings else 0
-    layers = stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size)
-    kv_heads = len(grouped_share(config.num_kv_heads, place.tensor_rank, place.tensor_parallel_size))
-    return RankNeeds(
-        tensor_rank=place.tensor_rank,
-        pipeline_rank=place.pipeline_rank,
-        num_layers=len(layers),
-        num_kv_heads=kv_heads,
-        read_bytes=sum(run.num_bytes for run in rank_byte_runs(checkpoint.path, checkpoint.tensors, wanted)),
-        weight_bytes=weight_bytes,
-        resident_bytes=weight_bytes + copied,
-        host_peak_bytes=weight_bytes + copied + _placing_bytes(wanted, value_bytes) + READ_BUFFER_BYTES,
-        kv_bytes_per_token=2 * len(layers) * kv_heads * config.head_dim * value_bytes,
-    )
-
-
-def _placing_bytes(wanted: list[WeightSlice], value_bytes: int) -> int:
-    """What joining the products of one input, or packing the result, takes beside the weights themselves."""
-    joined: dict[str, int] = {}
-    for want in wanted:
-        parent, _, name = want.name.removesuffix(".weight").rpartition(".")
-        key = f"{parent}.{_JOINED.get(name, name)}"
-        if name != "embed_tokens":
-            joined[key] = joined.get(key, 0) + prod(want.part_shape) * value_bytes
-    return max(joined.values(), default=0)
-
-
-def _fit(config: ModelConfig, ranks: Sequence[RankNeeds], memory_bytes: int, block_size: int) -> Fit:
-    rooms = ((memory_bytes - rank.resident_bytes) // (rank.kv_bytes_per_token * block_size) for rank in ranks)
-    num_blocks = max(0, min(rooms))
-    return Fit(num_blocks, min(num_blocks * block_size, config.max_position_count))
+def _fit(config: ModelConfig, ranks: Sequence[RankNeeds], wish: Wish) -> Fit | None:
+    limits = [] if wish.num_kv_blocks is None or not ranks else [wish.num_kv_blocks]
+    for rank in ranks:
+        block_bytes = rank.kv_bytes_per_token * wish.block_size
+        if wish.memory_bytes is not None:
+            limits.append((wish.memory_bytes - rank.resident_bytes) // block_bytes)
+        if wish.kv_cache_bytes is not None:
+            limits.append(wish.kv_cache_bytes // block_bytes)
+    if not limits:
+        return None
+    num_blocks = max(0, min(limits))
+    return Fit(num_blocks, min(num_blocks * wish.block_size, config.max_position_count))
 
 
 def _length_problems(config: ModelConfig, wish: Wish, fit: Fit | None, ranks: Sequence[RankNeeds]) -> Iterator[Problem]:
@@ -263,19 +215,31 @@ def _length_problems(config: ModelConfig, wish: Wish, fit: Fit | None, ranks: Se
     wanted = wish.max_model_len or longest
     if wanted > longest:
         message = f"max_model_len is {wanted} and the model was made for {longest} tokens"
-        yield Problem("max_model_len", message, f"use a max_model_len of at most {longest}")
-    if fit is None or wish.memory_bytes is None or fit.max_model_len >= min(wanted, longest):
+        remedy = f"use a max_model_len of at most {longest}"
+        yield Problem("max_model_len", message, remedy, expected=f"at most {longest}", found=str(wanted))
+    wanted = min(wanted, longest)
+    if fit is None or fit.max_model_len >= wanted:
         return
-    weights = max(rank.resident_bytes for rank in ranks)
-    if fit.num_blocks == 0:
+    if fit.num_blocks == 0 and wish.memory_bytes is not None:
+        weights = max(rank.resident_bytes for rank in ranks)
         message = f"the weights of a rank take {weights} bytes, and beside them {wish.memory_bytes} hold no KV block"
         yield Problem("out_of_memory", message, "give more memory, or use more ranks or a smaller model")
         return
-    message = (
-        f"one sequence of {min(wanted, longest)} tokens needs {-(-min(wanted, longest) // wish.block_size)} KV blocks, "
-        f"and beside the weights {wish.memory_bytes} bytes hold {fit.num_blocks}"
-    )
-    yield Problem("out_of_memory", message, f"use a max_model_len of at most {fit.max_model_len}, or give more memory")
+    needed = -(-wanted // wish.block_size)
+    bound, remedy = _bound(wish, fit)
+    message = f"one sequence of max_model_len = {wanted} tokens needs {needed} KV blocks and {bound}"
+    if fit.max_model_len:
+        remedy = f"lower max_model_len to at most {fit.max_model_len}, or {remedy}"
+    yield Problem("out_of_memory", message, remedy, expected=f"{needed} blocks", found=f"{fit.num_blocks} blocks")
+
+
+def _bound(wish: Wish, fit: Fit) -> tuple[str, str]:
+    """What bounds the KV blocks, and how to have more."""
+    if wish.num_kv_blocks == fit.num_blocks:
+        return f"num_kv_blocks asks for {fit.num_blocks}", "raise num_kv_blocks"
+    if wish.memory_bytes is None:
+        return f"the {wish.kv_cache_bytes} bytes of kv_cache_bytes hold {fit.num_blocks}", "raise kv_cache_bytes"
+    return f"beside the weights {wish.memory_bytes} bytes hold {fit.num_blocks}", "give more memory"
 
 
 def _stored_dtypes(checkpoint: Checkpoint) -> Mapping[str, int]:
@@ -285,12 +249,15 @@ def _stored_dtypes(checkpoint: Checkpoint) -> Mapping[str, int]:
     return dict(sizes.most_common())
 
 
-def _warnings(config: ModelConfig, wish: Wish, dtype: str, text: _TextSide) -> Iterator[str]:
+def _warnings(checkpoint: Checkpoint, wish: Wish, dtype: str, text: TextSide) -> Iterator[str]:
+    config = checkpoint.config
     size, stages = wish.tensor_parallel_size, wish.pipeline_parallel_size
     if not text.has_chat_template:
         yield "there is no chat template: prompts can be continued, chats cannot be answered"
     if not config.eos_token_ids:
         yield "no end token is named: a sequence ends by length or stop string only"
+    if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:
+        yield "the shared embedding is stored twice: loading compares the two, and fails where they differ"
     if dtype == "float16" and config.dtype != "float16":
         yield "float16 cannot hold values above 65504: loading fails where the weights have one; bfloat16 holds them"
     if size > config.num_kv_heads:

@@ -13,6 +13,7 @@ from loader.inspection import Inspection, Wish, inspect_checkpoint
 from loader.layout import weight_slices
 from loader.shares import RankPlace
 from loader.weights import load_weights
+from tests.support.tiny_adapter import make_tiny_adapter
 from tests.support.tiny_checkpoint import make_tiny_llama
 from worker_service.models.decoder import Decoder
 from worker_service.runtime.kv_cache import CacheShape
@@ -100,6 +101,67 @@ def test_too_little_memory_says_what_would_fit(make: Callable[..., Checkpoint]) 
     assert "hold no KV block" in none.problems[0].message
 
 
+@pytest.mark.parametrize(
+    ("wish", "blocks", "words"),
+    [
+        ({"num_kv_blocks": 5}, 5, "num_kv_blocks asks for 5"),
+        ({"kv_cache_bytes": 5 * 16 * 512}, 5, "5 blocks"),
+        ({"kv_cache_bytes": 5 * 16 * 512, "num_kv_blocks": 4}, 4, "num_kv_blocks asks for 4"),
+        ({"kv_cache_bytes": 4 * 16 * 512, "num_kv_blocks": 5, "memory_bytes": 1 << 30}, 4, "hold 4"),
+        ({"kv_cache_bytes": 10}, 0, "kv_cache_bytes hold 0"),
+    ],
+)
+def test_settings_of_the_cache_bound_it_too(
+    make: Callable[..., Checkpoint], wish: dict[str, int], blocks: int, words: str
+) -> None:
+    checkpoint = make()
+    (rank,) = inspect_checkpoint(checkpoint, Wish()).ranks
+    assert rank.kv_bytes_per_token == 512
+    found = inspect_checkpoint(checkpoint, Wish(max_model_len=81, **wish))
+    assert found.fit is not None
+    assert found.fit.num_blocks == blocks
+    (problem,) = found.problems
+    assert (problem.code, problem.expected, problem.found) == ("out_of_memory", "6 blocks", f"{blocks} blocks")
+    assert words in problem.message + str(problem.found)
+    assert ("lower max_model_len to at most" in problem.remedy) == (blocks > 0)
+
+
+def test_adapters_take_their_part_of_the_memory(make: Callable[..., Checkpoint], tmp_path: Path) -> None:
+    checkpoint = make()
+    path = make_tiny_adapter(tmp_path / "a", checkpoint.config)
+    plain = inspect_checkpoint(checkpoint, Wish(2, memory_bytes=1 << 20))
+    found = inspect_checkpoint(checkpoint, Wish(2, memory_bytes=1 << 20, adapters=(path, path)))
+    assert found.is_usable
+    assert [adapter.path for adapter in found.adapters] == [path, path]
+    assert plain.fit is not None and found.fit is not None
+    for before, after in zip(plain.ranks, found.ranks, strict=True):
+        # Of each layer's two modules one factor is halved, the other whole.
+        assert after.adapter_bytes == 2 * 2 * 4 * 4 * ((64 + 32) + (64 + 64))
+        assert after.resident_bytes == before.resident_bytes + after.adapter_bytes
+        assert after.host_peak_bytes == before.host_peak_bytes + after.adapter_bytes
+    assert found.fit.num_blocks < plain.fit.num_blocks
+
+
+def test_an_adapter_that_cannot_be_used_is_a_problem_with_its_file(
+    make: Callable[..., Checkpoint], tmp_path: Path
+) -> None:
+    checkpoint = make()
+    good = make_tiny_adapter(tmp_path / "a", checkpoint.config)
+    found = inspect_checkpoint(checkpoint, Wish(adapters=(tmp_path / "none", good), max_adapter_rank=3))
+    assert codes(found) == ["not_found", "unsupported"]
+    assert [problem.file for problem in found.problems] == [str(tmp_path / "none"), str(good / "adapter_config.json")]
+    assert (found.problems[1].expected, found.problems[1].found, found.adapters) == ("at most 3", "4", ())
+
+
+def test_a_part_that_is_not_there_is_a_problem_that_names_the_tensor(make: Callable[..., Checkpoint]) -> None:
+    checkpoint = make()
+    name = "model.layers.1.mlp.up_proj.weight"
+    rest = {other: info for other, info in checkpoint.tensors.items() if other != name}
+    found = inspect_checkpoint(dataclasses.replace(checkpoint, tensors=rest), Wish(2))
+    (problem,) = found.problems
+    assert (problem.code, problem.tensor, problem.found, found.ranks) == ("invalid", name, "nothing", ())
+
+
 def test_a_context_longer_than_the_models_is_refused(make: Callable[..., Checkpoint]) -> None:
     found = inspect_checkpoint(make(), Wish(max_model_len=513))
     assert codes(found) == ["max_model_len"]
@@ -184,7 +246,18 @@ def test_a_gguf_has_its_tokenizer_in_its_metadata(make: Callable[..., Checkpoint
     assert (found.has_tokenizer, found.has_chat_template, found.is_usable) == (True, True, True)
 
 
-@pytest.mark.parametrize("wrong", [{"tensor_parallel_size": 0}, {"memory_bytes": 0}, {"dtype": "int3"}])
+def test_a_shared_embedding_that_is_stored_twice_is_a_warning(make: Callable[..., Checkpoint]) -> None:
+    checkpoint = make(tie=True)
+    tensors = dict(checkpoint.tensors)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    found = inspect_checkpoint(dataclasses.replace(checkpoint, tensors=tensors), Wish())
+    assert found.is_usable
+    assert "stored twice" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tensor_parallel_size": 0}, {"num_kv_blocks": 0}, {"memory_bytes": 0}, {"dtype": "int3"}]
+)
 def test_a_senseless_wish_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Wish(**wrong)

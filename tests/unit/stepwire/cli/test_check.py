@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from loader.checkpoint import open_checkpoint
 from stepwire.cli.main import run
+from tests.support.tiny_adapter import make_tiny_adapter
 from tests.support.tiny_checkpoint import make_tiny_llama
 
 
@@ -65,9 +67,41 @@ def test_a_checkpoint_that_is_broken_names_file_and_tensor(capsys: pytest.Captur
     assert capsys.readouterr().out.startswith("not usable: ")
 
 
+def test_adapters_are_checked_with_it(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+    config = open_checkpoint(model).config
+    adapter = make_tiny_adapter(tmp_path / "adapter", config)
+    assert run(["check", str(model), "--tp", "2", "--adapter", str(adapter)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rank 4, 2 down_proj, 2 q_proj, 10.0 KiB, 7.0 KiB a rank" in said
+    assert "no adapters: they are checked, and not yet served" in said
+    found = answer(capsys, 0, model, "--tp", 2, "--adapter", adapter, "--adapter", adapter)
+    assert len(found["adapters"]) == 2
+    first = found["adapters"][0]
+    assert (first["path"], first["max_rank"], first["full_weights"]) == (str(adapter), 4, [])
+    assert first["modules"]["model.layers.0.self_attn.q_proj"] == {"rank": 4, "scaling": 2.0}
+    assert [2 * size for size in first["rank_bytes"]] == [rank["adapter_bytes"] for rank in found["ranks"]]
+    assert found["host_peak_bytes"] == sum(rank["host_peak_bytes"] for rank in found["ranks"])
+
+
+def test_an_adapter_that_does_not_fit_exits_with_1(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    adapter = make_tiny_adapter(tmp_path / "adapter", open_checkpoint(model).config, target_modules=["w1"])
+    found = answer(capsys, 1, model, "--adapter", adapter)
+    (problem,) = found["problems"]
+    assert (problem["code"], problem["file"], problem["found"]) == (
+        "invalid",
+        str(adapter / "adapter_config.json"),
+        "w1",
+    )
+    assert run(["check", str(model), "--adapter", str(adapter)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("not usable: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--max-adapter-rank", "0"), "--max-adapter-rank"),
         (("--tp", "0"), "--tp"),
         (("--memory", "plenty"), "80GiB"),
         (("--memory", "0"), "80GiB"),

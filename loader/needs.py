@@ -1,0 +1,102 @@
+"""What a rank reads, holds and takes of memory to load, told from headers. Imports no torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from loader.byte_runs import rank_byte_runs
+from loader.checkpoint import Checkpoint
+from loader.config import ModelConfig
+from loader.layout import Embedding, Linear, parameters, weight_slices
+from loader.safetensors_format import DTYPE_BITS
+from loader.shares import RankPlace, grouped_share, stage_layers
+from loader.tensors import WeightSlice
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# The reader's few chunks in flight, each of a few MiB before and after it is decoded.
+READ_BUFFER_BYTES = 64 << 20
+# Products of the same input are joined into one.
+_JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+
+
+@dataclass(frozen=True, slots=True)
+class RankNeeds:
+    """What one rank holds and reads, in bytes.
+
+    `read_bytes` are the fewest bytes of the files that hold its part, `weight_bytes` those of the weights as loaded,
+    `adapter_bytes` those of its part of the adapters. `resident_bytes` is what stays of all of them in memory: a CPU
+    worker holds an embedding that is also the head twice, the second time packed; others may do with less.
+    `host_peak_bytes` is the most that loading takes of the host's memory; what the process itself occupies, and what
+    its allocator keeps of small tensors that are freed, comes on top. `kv_bytes_per_token` counts this rank's layers
+    and key-value heads.
+    """
+
+    tensor_rank: int
+    pipeline_rank: int
+    num_layers: int
+    num_kv_heads: int
+    read_bytes: int
+    weight_bytes: int
+    adapter_bytes: int
+    resident_bytes: int
+    host_peak_bytes: int
+    kv_bytes_per_token: int
+
+
+def rank_needs(checkpoint: Checkpoint, place: RankPlace, dtype: str, adapter_bytes: int = 0) -> RankNeeds:
+    """What the rank at `place` needs to hold its part in `dtype`, beside adapters of `adapter_bytes`.
+
+    Raises CheckpointError for a tensor of its part that is missing or has another shape, ValueError for a size that
+    cannot split the model.
+    """
+    config, value_bytes = checkpoint.config, DTYPE_BYTES[dtype]
+    wanted = weight_slices(config, place)
+    read_bytes = sum(run.num_bytes for run in rank_byte_runs(checkpoint.path, checkpoint.tensors, wanted))
+    sizes = {want.name: _part_bytes(checkpoint, want, value_bytes) for want in wanted}
+    weight_bytes = sum(sizes.values())
+    # A head that shares the embedding's weight is packed into a copy; looking up rows needs the weight as it was.
+    copied = sizes["model.embed_tokens.weight"] if place.is_last_stage and config.tie_word_embeddings else 0
+    resident_bytes = weight_bytes + copied + adapter_bytes
+    layers = stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size)
+    kv_heads = len(grouped_share(config.num_kv_heads, place.tensor_rank, place.tensor_parallel_size))
+    return RankNeeds(
+        tensor_rank=place.tensor_rank,
+        pipeline_rank=place.pipeline_rank,
+        num_layers=len(layers),
+        num_kv_heads=kv_heads,
+        read_bytes=read_bytes,
+        weight_bytes=weight_bytes,
+        adapter_bytes=adapter_bytes,
+        resident_bytes=resident_bytes,
+        host_peak_bytes=resident_bytes + _placing_bytes(sizes.items()) + READ_BUFFER_BYTES,
+        kv_bytes_per_token=2 * len(layers) * kv_heads * config.head_dim * value_bytes,
+    )
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Values of the model's weights, however they are stored; one that is shared counts once."""
+    total = 0
+    for part in parameters(config, RankPlace()):
+        if isinstance(part, Linear):
+            total += part.outputs.size * (part.inputs.size + part.bias)
+        else:
+            total += part.rows.size * part.columns if isinstance(part, Embedding) else part.size
+    return total
+
+
+def _part_bytes(checkpoint: Checkpoint, want: WeightSlice, value_bytes: int) -> int:
+    """Bytes of a part once loaded: words and scales of quantised weights stay in the type they are stored in."""
+    if want.as_stored:
+        return prod(want.part_shape) * DTYPE_BITS[checkpoint.tensors[want.name].dtype] // 8
+    return prod(want.part_shape) * value_bytes
+
+
+def _placing_bytes(sizes: Iterable[tuple[str, int]]) -> int:
+    """What joining the products of one input, or packing the result, takes beside the weights themselves."""
+    joined: dict[str, int] = {}
+    for tensor, num_bytes in sizes:
+        parent, _, name = tensor.rpartition(".")[0].rpartition(".")
+        key = f"{parent}.{_JOINED.get(name, name)}"
+        if name != "embed_tokens":
+            joined[key] = joined.get(key, 0) + num_bytes
+    return max(joined.values(), default=0)
