@@ -26,6 +26,7 @@ _COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "doctor": ("doctor", "doctor", "Check this machine, in the order people debug one."),
     "simulate": ("simulate", "simulate", "Run the scheduler in virtual time: this model, hardware and traffic."),
     "bench": ("bench", "bench", "Load a running server and report throughput and times."),
+    "top": ("top", "top", "Watch a server: queue, batch, blocks, tokens a second, workers."),
     "traces": ("traces", "traces", "Receive traces and show them."),
 }
 _EPILOG = "Exit status: 0 done; 1 failed; 2 wrong usage or settings; 130 interrupted."
