@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError, LoadCancelled
+from loader.reading.tuning import Storage, Tuner
 from loader.weights import WeightSlice, bytes_to_read, load_weights
 from tests.support.tiny_checkpoint import make_tiny_llama, tiny_tensors
 from tests.support.tiny_gguf import TINY_CONFIG, make_tiny_gguf
@@ -34,8 +35,8 @@ def part(checkpoint: Checkpoint, name: str, dim: int | None, start: int = 0, sto
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks so small that every tensor takes several."""
-    monkeypatch.setattr("loader.weights._CHUNK_VALUES", 700)
-    monkeypatch.setattr("loader.weights._CHUNK_BYTES", 3000)
+    monkeypatch.setattr("loader.reading.decode._STEP_VALUES", 700)
+    monkeypatch.setattr("loader.reading.reader.SLOT_BYTES", 8192)
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_rows_outside_the_part_are_not_read(tmp_path: Path, monkeypatch: pytest.
         reads.append((offset, offset + sum(len(buffer) for buffer in buffers)))
         return real(descriptor, buffers, offset)
 
-    monkeypatch.setattr("loader.weights.os.preadv", recorded)
+    monkeypatch.setattr("loader.reading.files.os.preadv", recorded)
     part(checkpoint, Q, 0, 16, 32)
     row = 64 * 4
     assert min(start for start, _ in reads) == info.offset + 16 * row
@@ -140,15 +141,16 @@ def test_rows_outside_the_part_are_not_read(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_reads_files_from_front_to_back(safetensors: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loader.weights._MAX_THREADS", 1)
-    offsets: dict[int, list[int]] = {}
+    one = Storage(disk=Tuner(("direct", "buffered"), 1), cache=Tuner(("cached",), 1))
+    monkeypatch.setattr("loader.reading.files.storage_of", lambda device: one)
+    offsets: dict[str, list[int]] = {}
     real = os.preadv
 
     def recorded(descriptor: int, buffers: Any, offset: int) -> int:
-        offsets.setdefault(descriptor, []).append(offset)
+        offsets.setdefault(os.readlink(f"/proc/self/fd/{descriptor}"), []).append(offset)
         return real(descriptor, buffers, offset)
 
-    monkeypatch.setattr("loader.weights.os.preadv", recorded)
+    monkeypatch.setattr("loader.reading.files.os.preadv", recorded)
     load(safetensors, *reversed(everything(safetensors)))
     assert len(offsets) == 2
     for found in offsets.values():
@@ -158,9 +160,11 @@ def test_reads_files_from_front_to_back(safetensors: Checkpoint, monkeypatch: py
 def test_short_reads_are_continued(safetensors: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = load(safetensors, *everything(safetensors))
     real = os.preadv
-    monkeypatch.setattr(
-        "loader.weights.os.preadv", lambda descriptor, buffers, offset: real(descriptor, [buffers[0][:100]], offset)
-    )
+
+    def short(descriptor: int, buffers: Any, offset: int) -> int:
+        return real(descriptor, [buffers[0][:100]], offset)
+
+    monkeypatch.setattr("loader.reading.files.os.preadv", short)
     for name, tensor in load(safetensors, *everything(safetensors)).items():
         assert torch.equal(tensor, expected[name])
 

@@ -1,0 +1,137 @@
+"""How a storage is best read: found by trying while a load runs, one step at a time, on what it has to read anyway."""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from threading import Lock
+from typing import Literal
+
+Method = Literal["direct", "buffered", "cached"]
+
+MAX_THREADS = 16
+_WINDOW_BYTES = 48 << 20
+_WINDOW_SECONDS = 0.02
+# Fewer threads may lose this much, for they leave more to others; more threads must win that much.
+_TOLERANCE = 0.03
+_CLEAR_GAIN = 0.06
+# Page cache and copying cost what bypassing them does not, so the other method must win clearly, and twice.
+_METHOD_GAIN = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How to read, and on how many threads."""
+
+    method: Method
+    threads: int
+
+
+class Tuner:
+    """Finds the setting with which most bytes a second are in their place, over windows of some tens of MiB.
+
+    The number of threads is doubled while that clearly helps; if it never did, it is halved while that costs nothing.
+    Then, with that many threads, the other methods are tried.
+    """
+
+    def __init__(self, methods: tuple[Method, ...], threads: int) -> None:
+        self.setting = Setting(methods[0], threads)
+        self.is_settled = False
+        self._others = methods[1:]
+        self._lock = Lock()
+        self._bytes = 0
+        self._busy = 0.0
+        self._since = 0.0
+        self._active = 0
+        self._from_before = 0
+        self._start_search()
+
+    def exclude(self, method: Method) -> None:
+        """Never uses `method` again: the storage refused it."""
+        with self._lock:
+            if self.setting.method == method and self._others:
+                self.setting = replace(self.setting, method=self._others[0])
+                self._others = self._others[1:]
+                self._start_search()
+                self._open_window()
+
+    def begin(self, now: float) -> None:
+        """Takes note that a read began at the time `now`, in seconds."""
+        with self._lock:
+            if self._active == 0:
+                self._since = now
+            self._active += 1
+
+    def end(self, num_bytes: int, now: float) -> None:
+        """Takes note that a read ended, and its bytes are in their place. Time in which nothing is read counts for
+        nothing: then something else than the storage decides the pace."""
+        with self._lock:
+            self._busy += now - self._since
+            self._since = now
+            self._active -= 1
+            if self._from_before > 0:
+                self._from_before -= 1
+                self._bytes, self._busy = 0, 0.0
+                return
+            self._bytes += num_bytes
+            if not self.is_settled and self._bytes >= _WINDOW_BYTES and self._busy >= _WINDOW_SECONDS:
+                self._next_setting(self._bytes / self._busy)
+
+    def _next_setting(self, rate: float) -> None:
+        try:
+            self._search.send(rate)
+        except StopIteration:
+            self.is_settled = True
+        self._open_window()
+
+    def _open_window(self) -> None:
+        self._bytes, self._busy = 0, 0.0
+        self._from_before = self._active
+
+    def _start_search(self) -> None:
+        self._search = self._try_all()
+        next(self._search)
+
+    def _try_all(self) -> Generator[None, float, None]:
+        """Sets one setting after the other, and is sent the rate of each; leaves the best."""
+        best, rate = self.setting, (yield)
+        has_grown = False
+        while best.threads < MAX_THREADS:
+            self.setting = replace(best, threads=best.threads * 2)
+            found = yield
+            if found < rate * (1 + _CLEAR_GAIN):
+                break
+            best, rate, has_grown = self.setting, found, True
+        while best.threads > 1 and not has_grown:
+            self.setting = replace(best, threads=best.threads // 2)
+            found = yield
+            if found < rate * (1 - _TOLERANCE):
+                break
+            best, rate = self.setting, max(found, rate)
+        for method in self._others:
+            self.setting = replace(best, method=method)
+            found = yield
+            if found > rate * (1 + _METHOD_GAIN):
+                found = min(found, (yield))
+            if found > rate * (1 + _METHOD_GAIN):
+                best, rate = self.setting, found
+        self.setting = best
+
+
+@dataclass(slots=True)
+class Storage:
+    """What is known of a device, and of the page cache before it.
+
+    `memory_alignment` is what direct reads demand of the memory they fill, as far as it is known: 4 bytes where a
+    device takes any, 512 for many virtual ones.
+    """
+
+    disk: Tuner = field(default_factory=lambda: Tuner(("direct", "buffered"), 4))
+    cache: Tuner = field(default_factory=lambda: Tuner(("cached",), 2))
+    memory_alignment: int = 4
+
+
+@cache
+def storage_of(device: int) -> Storage:
+    """What this process has found out about the device with this st_dev: later loads begin with it."""
+    del device
+    return Storage()
