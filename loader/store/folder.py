@@ -101,16 +101,16 @@ class StoreFolder:
         return sorted(found, key=lambda entry: (-entry.last_used_s, entry.name))
 
     @contextmanager
-    def create(self, name: str, num_bytes: int, limits: Limits) -> Iterator[int]:
+    def create(self, name: str, num_bytes: int, limits: Limits, *, memory_bytes: int | None = None) -> Iterator[int]:
         """Gives the descriptor of a new file of `num_bytes` to be written, and makes it the entry `name` afterwards.
 
-        Evicts what was used longest ago, of what nobody has in use, until there is room. When the block raises,
-        nothing is left; when another process made the entry meanwhile, that one stays. Raises StoreFull, StoreBusy,
-        OSError.
+        Evicts what was used longest ago, of what nobody has in use, until there is room, and `memory_bytes` of memory
+        (by default what the file takes). When the block raises, nothing is left; when another process made the entry
+        meanwhile, that one stays. Raises StoreFull, StoreBusy, OSError.
         """
         temporary = f"{name}.{os.getpid()}-{time.monotonic_ns()}{_TEMPORARY_SUFFIX}"
         with locked(self._lock, self.path):
-            self._make_room(num_bytes, limits)
+            self._make_room(num_bytes, num_bytes if memory_bytes is None else memory_bytes, limits)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
             descriptor = os.open(temporary, flags, 0o600, dir_fd=self._descriptor)
             try_lock(descriptor, shared=False)
@@ -143,21 +143,21 @@ class StoreFolder:
         with locked(self._lock, self.path):
             self._sweep()
 
-    def _make_room(self, num_bytes: int, limits: Limits) -> None:
+    def _make_room(self, num_bytes: int, memory_bytes: int, limits: Limits) -> None:
         self._sweep()
         entries = self.entries()
         idle = [entry for entry in reversed(entries) if entry.is_whole and not entry.pids]
         evictable = sum(entry.num_bytes for entry in idle)
         # Nothing is evicted for what would find no room even so.
-        if short := self._shortage(num_bytes - evictable, limits, entries):
+        if short := self._shortage(num_bytes - evictable, memory_bytes - evictable, limits, entries):
             raise _full(num_bytes, short)
-        while short := self._shortage(num_bytes, limits, self.entries()):
+        while short := self._shortage(num_bytes, memory_bytes, limits, self.entries()):
             if not idle:
                 raise _full(num_bytes, short)
             self._try_remove(idle.pop(0))
 
-    def _shortage(self, num_bytes: int, limits: Limits, entries: list[Entry]) -> str:
-        """What is too small for `num_bytes` more; empty when nothing is."""
+    def _shortage(self, num_bytes: int, memory_bytes: int, limits: Limits, entries: list[Entry]) -> str:
+        """What is too small for so many more; empty when nothing is."""
         total = sum(entry.num_bytes for entry in entries)
         if limits.total_bytes is not None and total + num_bytes > limits.total_bytes:
             return f"{self.path} may hold {limits.total_bytes} bytes (restart_store_bytes) and has others in use"
@@ -168,8 +168,8 @@ class StoreFolder:
         if num_bytes > free:
             return f"{self.path} has {max(0, free)} bytes free"
         memory = limits.free_memory() - announced
-        if num_bytes > memory:
-            return f"{max(0, memory)} bytes of memory are free, and they are in it twice while they are written"
+        if memory_bytes > memory:
+            return f"writing them takes {memory_bytes} bytes of memory, and {max(0, memory)} are free"
         return ""
 
     def _unwritten(self, entry: Entry) -> int:

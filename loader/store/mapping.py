@@ -10,7 +10,6 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from loader.errors import LoadCancelled
 from loader.store.errors import EntryDamaged
 from loader.store.folder import StoreFolder, read_header
 from loader.store.format import Header, digest
@@ -35,13 +34,12 @@ def map_entry(
     *,
     num_threads: int,
     progress: Callable[[int], None] = lambda _: None,
-    cancelled: Callable[[], bool] = lambda: False,
     counts_as_use: bool = True,
 ) -> MappedEntry | None:
     """Maps an entry and verifies all of it; None when there is none. It is then the one used last, if that counts.
 
-    `progress` is called on this thread with the bytes verified so far. Raises EntryDamaged for one that is not what
-    was written, which is removed first; LoadCancelled; StoreBusy; OSError.
+    `progress` is called on this thread with the bytes verified so far, and ends it by raising. Raises EntryDamaged for
+    one that is not what was written, which is removed first; StoreBusy; OSError; what `progress` raises.
     """
     try:
         descriptor = folder.open_file(name)
@@ -56,7 +54,7 @@ def map_entry(
             if header.key.name != name:
                 raise ValueError("it holds other weights than its name says")
             entry = MappedEntry(header, _map(descriptor, header.file_bytes))
-            _verify(entry, num_threads, progress, cancelled)
+            _verify(entry, num_threads, progress)
         except ValueError as error:
             with suppress(OSError):
                 folder.remove_damaged(name, descriptor)
@@ -75,9 +73,7 @@ def _map(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
-def _verify(
-    entry: MappedEntry, num_threads: int, progress: Callable[[int], None], cancelled: Callable[[], bool]
-) -> None:
+def _verify(entry: MappedEntry, num_threads: int, progress: Callable[[int], None]) -> None:
     """Raises ValueError for the first piece whose hash is another. Reading them all also makes every page resident."""
     done = 0
     stop = threading.Event()
@@ -93,8 +89,6 @@ def _verify(
             for num_bytes in pool.map(check, _pieces(entry.header)):
                 done += num_bytes
                 progress(done)
-                if cancelled():
-                    raise LoadCancelled
         finally:
             stop.set()
 

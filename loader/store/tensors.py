@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from loader.errors import LoadCancelled
 from loader.store.folder import Limits, StoreFolder
 from loader.store.format import (
     ITEM_BYTES,
@@ -23,6 +22,7 @@ from loader.store.key import EntryKey
 from loader.store.mapping import MappedEntry
 
 _ANY_OFFSET = 10**15
+_TRIM_EVERY_BYTES = 256 << 20
 
 
 def mapped_tensors(entry: MappedEntry) -> dict[str, Tensor]:
@@ -38,35 +38,54 @@ def mapped_tensors(entry: MappedEntry) -> dict[str, Tensor]:
 def write_entry(
     folder: StoreFolder,
     key: EntryKey,
-    tensors: Mapping[str, Tensor],
+    tensors: dict[str, Tensor],
     *,
     model: str,
     limits: Limits,
     progress: Callable[[int], None],
-    cancelled: Callable[[], bool],
+    takes: bool = False,
 ) -> int:
     """Makes an entry of `tensors`, which are contiguous and on any device, and answers the bytes of its file.
 
-    Memory beyond the file: one piece of 64 MiB for tensors of another device. Raises StoreFull, StoreBusy, OSError
-    (no space left), ValueError for a tensor that cannot be stored, LoadCancelled; then nothing is left of it.
+    With `takes` each tensor is taken out of `tensors` once it is written, so that memory holds one of them twice and
+    not all; without it the file needs as much memory again. `progress` is called with the bytes written so far, and
+    ends it by raising. Raises, with nothing left of the entry: StoreFull, StoreBusy, ValueError for a tensor that
+    cannot be stored, all three before anything is taken; OSError (no space left); what `progress` raises.
     """
     header = _plan(key, tensors, model)
-    with folder.create(key.name, header.file_bytes, limits) as descriptor:
-        stored, num_written = {}, 0
+    largest = max((tensor.num_bytes for tensor in header.tensors.values()), default=0)
+    needed = largest if takes else header.file_bytes
+    with folder.create(key.name, header.file_bytes, limits, memory_bytes=needed) as descriptor:
+        stored, num_written, num_freed = {}, 0, 0
+        progress(0)
         for name, plan in header.tensors.items():
             hashes = []
             for start, end in plan.pieces():
-                if cancelled():
-                    raise LoadCancelled
                 piece = _bytes_of(tensors[name], start - plan.offset, end - plan.offset)
                 hashes.append(digest(piece))
                 _write(descriptor, piece, start)
+                del piece
                 num_written += end - start
                 progress(num_written)
             stored[name] = StoredTensor(plan.dtype, plan.shape, plan.offset, plan.num_bytes, tuple(hashes))
+            if takes:
+                del tensors[name]
+                num_freed += plan.num_bytes
+                if num_freed >= _TRIM_EVERY_BYTES:
+                    trim_heap()
+                    num_freed = 0
         head = encode_header(Header(key, header.model, header.created_s, header.file_bytes, stored))
         _write(descriptor, memoryview(head), 0)
+    if takes:
+        trim_heap()
     return header.file_bytes
+
+
+def trim_heap() -> None:
+    """Gives memory that was freed back to the system. glibc keeps blocks of up to 32 MiB."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _plan(key: EntryKey, tensors: Mapping[str, Tensor], model: str) -> Header:

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -50,14 +50,12 @@ def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 def write(
     folder: StoreFolder,
     key: EntryKey,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     limits: Limits = NO_LIMITS,
-    cancelled: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> int:
     """Makes an entry; answers the bytes of its file."""
-    return write_entry(
-        folder, key, tensors, model="/models/m", limits=limits, progress=lambda _: None, cancelled=cancelled
-    )
+    return write_entry(folder, key, tensors, model="/models/m", limits=limits, progress=progress)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def test_free_memory_limits_it_too(folder: StoreFolder) -> None:
     # Memory is short until the old entry is gone.
     write(folder, key(content="b"), TENSORS, Limits(None, lambda: (1 - len(folder.entries())) * size))
     assert [entry.name for entry in folder.entries()] == [key(content="b").name]
-    with pytest.raises(StoreFull, match="bytes of memory are free"):
+    with pytest.raises(StoreFull, match="bytes of memory, and 0 are free"):
         write(folder, key(content="c"), TENSORS, Limits(None, lambda: 100 - size))
     assert len(folder.entries()) == 1, "nothing is evicted in vain"
 
@@ -139,11 +139,13 @@ from loader.store.folder import StoreFolder
 from tests.support.restart_store import KEY, NO_LIMITS
 from loader.store.tensors import write_entry
 def progress(done):
+    if not done:
+        return
     print("ready", flush=True)
     time.sleep(600)
 with StoreFolder(Path(sys.argv[1]), create=True) as folder:
     write_entry(folder, KEY, {"a": torch.ones(99), "b": torch.ones(9)}, model="m", limits=NO_LIMITS,
-                progress=progress, cancelled=lambda: False)
+                progress=progress)
 """
 
 
@@ -159,9 +161,14 @@ def test_a_writer_that_is_killed_leaves_nothing_that_counts(folder: StoreFolder)
     assert files(folder) == {f"{KEY.name}.weights"}
 
 
+def cancel(done: int) -> None:
+    if done:
+        raise LoadCancelled
+
+
 def test_what_fails_while_it_is_written_leaves_nothing(folder: StoreFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LoadCancelled):
-        write(folder, KEY, TENSORS, cancelled=lambda: True)
+        write(folder, KEY, TENSORS, progress=cancel)
     assert files(folder) == set()
 
     def full(*_: object) -> int:
@@ -185,13 +192,12 @@ def test_the_file_system_limits_it(folder: StoreFolder) -> None:
 def test_the_first_of_two_writers_of_one_entry_wins(folder: StoreFolder) -> None:
     first, second = some_tensors(0), some_tensors(1)
 
-    def other_writes() -> bool:
+    def other_writes(_: int) -> None:
         if not folder.path.joinpath(f"{KEY.name}.weights").exists():
             with StoreFolder(folder.path, create=False) as other:
                 write(other, KEY, first)
-        return False
 
-    write(folder, KEY, second, cancelled=other_writes)
+    write(folder, KEY, second, progress=other_writes)
     assert files(folder) == {f"{KEY.name}.weights"}
     with StoreFolder(folder.path, create=False) as again:
         write(again, KEY, second)

@@ -130,8 +130,12 @@ def test_links_are_not_followed(folder: StoreFolder, tmp_path: Path) -> None:
 
 def test_it_can_be_cancelled(folder: StoreFolder) -> None:
     write(folder, KEY, some_tensors())
+
+    def cancel(_: int) -> None:
+        raise LoadCancelled
+
     with pytest.raises(LoadCancelled):
-        map_entry(folder, KEY.name, num_threads=1, cancelled=lambda: True)
+        map_entry(folder, KEY.name, num_threads=1, progress=cancel)
     assert path_of(folder).exists()
 
 
