@@ -11,7 +11,8 @@ _MAX_DETAIL_BYTES = 300
 class CheckpointError(Exception):
     """A checkpoint cannot be used.
 
-    `code` is one of "not_found", "invalid", "unsupported". The text names what is wrong and what
+    `code` is one of "not_found", "invalid", "unsupported", and "unavailable" for what a network, a lock or a full disk
+    keeps from us, which may be there later. The text names what is wrong and what
     to do; `file`, `tensor`, `expected` and `found` say it again for programs, where they apply. Whatever a
     checkpoint holds, the texts can be sent as UTF-8 and are short enough for an RPC's metadata.
     """

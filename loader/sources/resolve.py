@@ -1,0 +1,135 @@
+"""From what a user calls a model to a path on this machine: a path, a Hub id, or a URL."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+from urllib.parse import unquote, urlsplit
+
+from loader.errors import CheckpointError
+from loader.sources.cache import LIMIT_VARIABLE, Asking, Held, ModelCache, default_directory
+from loader.sources.remote import RemoteModel
+
+if TYPE_CHECKING:
+    from loader.sources.hub import HubId
+
+_WAYS = "pass a folder, a .gguf file, a Hub id such as org/name, or a URL"
+
+
+class Resolved:
+    """A model on this machine; what came from elsewhere is not evicted from the cache before `release`."""
+
+    def __init__(self, path: Path, held: Held | None = None) -> None:
+        self.path = path
+        self._held = held
+
+    def release(self) -> None:
+        """Lets the cache evict it."""
+        if self._held is not None:
+            self._held.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def resolve(
+    model: str, *, report: Callable[[str], None], cache: ModelCache | None = None, asking: Asking | None = None
+) -> Resolved:
+    """Where `model` lies on this machine, brought here first if need be. Nothing is imported for a local path.
+
+    A path that exists is taken as it is, and so is one that can be no Hub id: whether a checkpoint is there is for
+    `open_checkpoint` to say. `report` is told what takes time. Raises CheckpointError: "unavailable" when network,
+    source or disk fail, "not_found", "unsupported", "invalid"; LoadCancelled.
+    """
+    scheme = model.partition("://")[0].lower() if "://" in model else ""
+    if scheme == "file":
+        return Resolved(Path(unquote(urlsplit(model).path)))
+    asking = asking or Asking(report)
+    if scheme in ("http", "https"):
+        from loader.sources.http import http_model
+
+        return _from_source(model, lambda: http_model(model), cache, asking)
+    if scheme and scheme != "hf":
+        from loader.sources.objects import object_model
+
+        return _from_source(model, lambda: object_model(model), cache, asking)
+    path = Path(model.removeprefix("hf://"))
+    if not scheme and (_exists(path) or len(path.parts) < 2 or path.is_absolute() or _exists(path.parent)):
+        return Resolved(path)
+    from loader.sources.hub import HubId
+
+    wanted = HubId.parse(model.removeprefix("hf://"))
+    if wanted is None:
+        if scheme:
+            raise CheckpointError("not_found", f"{model} is no Hub id", _WAYS)
+        return Resolved(path)
+    return _from_hub(wanted, cache, asking)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return os.path.lexists(path.expanduser())
+    except (ValueError, RuntimeError):
+        return True  # no usable path, and surely no Hub id
+
+
+def _from_source(url: str, find: Callable[[], RemoteModel], cache: ModelCache | None, asking: Asking) -> Resolved:
+    cache, name = cache or configured_cache(), url.partition("?")[0].rstrip("/")
+    try:
+        found = find()
+    except CheckpointError as error:
+        held = cache.find(name) if error.code == "unavailable" else None
+        if held is None:
+            raise
+        asking.report(f"{error.message}; using what the cache holds of it")
+    else:
+        held = cache.hold(found, name, asking)
+    return Resolved(held.path, held)
+
+
+def _from_hub(wanted: "HubId", cache: ModelCache | None, asking: Asking) -> Resolved:
+    from loader.sources.hub import hub_model, hub_snapshot
+
+    cache, name = cache or configured_cache(), f"hf://{wanted}"
+    if wanted.is_fixed:
+        here = _on_this_machine(wanted, cache, name)
+        if here is not None:
+            return here
+    try:
+        found, commit = hub_model(wanted)
+    except CheckpointError as error:
+        here = _on_this_machine(wanted, cache, name) if error.code == "unavailable" else None
+        if here is None:
+            raise
+        asking.report(f"{error.message}; using {here.path}")
+        return here
+    snapshot = hub_snapshot(wanted, commit, found.files)
+    if snapshot is not None:
+        return Resolved(snapshot)
+    held = cache.hold(found, name, asking)
+    return Resolved(held.path, held)
+
+
+def _on_this_machine(wanted: "HubId", cache: ModelCache, name: str) -> Resolved | None:
+    """What huggingface_hub's cache, or ours, has of a revision, whatever the Hub has by now."""
+    from loader.sources.hub import hub_snapshot
+
+    snapshot = hub_snapshot(wanted, wanted.revision)
+    if snapshot is not None:
+        return Resolved(snapshot)
+    held = cache.find(name)
+    return None if held is None else Resolved(held.path, held)
+
+
+def configured_cache() -> ModelCache:
+    """The cache that the environment asks for. Raises CheckpointError "invalid" for a limit that is no number."""
+    limit = os.environ.get(LIMIT_VARIABLE)
+    if limit and not (limit.isascii() and limit.isdigit()):
+        raise CheckpointError("invalid", f"{LIMIT_VARIABLE} is {limit[:100]!r}", "give it a number of bytes")
+    return ModelCache(default_directory(), int(limit) if limit else None)
