@@ -26,7 +26,7 @@ prepare_grpc()
 from benchmarks.peers.models import Model, big_model, demo_model  # noqa: E402
 from benchmarks.peers.ours import StepwireServer  # noqa: E402
 from benchmarks.peers.outcome import bars, figures, summary  # noqa: E402
-from benchmarks.peers.processes import NAMES, PEERS, PeerFailed, PeerProcess  # noqa: E402
+from benchmarks.peers.processes import NAMES, PEERS, PeerFailed, PeerProcess, start_peer  # noqa: E402
 from benchmarks.peers.rates import Answer, decode_rate, first_difference, make_prompts  # noqa: E402
 from benchmarks.peers.rows import KEYS, NUM_OUT, OURS, ROWS, START, Measured, Options, Row  # noqa: E402
 from benchmarks.ready import demo_model_path  # noqa: E402
@@ -150,7 +150,7 @@ def start(name: str, model: Model, folder: Path, options: Options) -> System:
         "max_model_len": min(model.config.max_position_count, 2048 + 2 * NUM_OUT),
         "max_num_seqs": MAX_SEQUENCES,
     }
-    return PeerProcess(name, peer_options, folder / f"{name}.log")
+    return start_peer(name, peer_options, folder / f"{name}.log")
 
 
 def fail(systems: dict[str, System], name: str, error: PeerFailed, measured: Measured) -> None:

@@ -1,4 +1,4 @@
-"""A peer as a process: loaded once, asked many times, stopped by the kernel while it is not its turn.
+"""An engine as a process: loaded once, asked many times, stopped by the kernel while it is not its turn.
 
 An engine that waits may spin, vLLM's processes and idle OpenMP threads do; a stopped one takes no processor time.
 """
@@ -24,27 +24,25 @@ _VLLM_CACHE_GIB = 2
 
 
 class PeerFailed(Exception):
-    """A peer is not built, ended, or does not answer; the text says which and what its log ends with."""
+    """An engine is not built, ended, or does not answer; the text says which and what its log ends with."""
 
 
 class PeerProcess:
-    """One peer; `options` are what its script reads. Raises PeerFailed when it is not built."""
+    """One engine that answers as peer_loop.py does; `command` gets `options` as its last argument, as JSON."""
 
-    def __init__(self, name: str, options: dict[str, Any], log_path: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], options: dict[str, Any], log_path: Path, env: dict[str, str]
+    ) -> None:
         self.name = name
         self._log_path = log_path
-        python = PEERS / name / "bin/python"
-        if not python.exists():
-            raise PeerFailed(f"{name} is not built: run `make peers`")
-        script = Path(__file__).with_name(f"{name}_peer.py")
         self.began = time.monotonic()
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [python, script, json.dumps(options)],
+                [*command, json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environment(name, PEERS / name, dict(os.environ)),
+                env=env,
                 start_new_session=True,
             )
         self._unread = b""
@@ -103,6 +101,16 @@ class PeerProcess:
     def _failed(self, what: str) -> PeerFailed:
         said = self._log_path.read_text(errors="replace").strip().splitlines()[-3:]
         return PeerFailed(f"{self.name} {what}: {' | '.join(said)}")
+
+
+def start_peer(name: str, options: dict[str, Any], log_path: Path) -> PeerProcess:
+    """Starts a peer in its own environment. Raises PeerFailed when it is not built."""
+    python = PEERS / name / "bin/python"
+    if not python.exists():
+        raise PeerFailed(f"{name} is not built: run `make peers`")
+    script = Path(__file__).with_name(f"{name}_peer.py")
+    env = environment(name, PEERS / name, dict(os.environ))
+    return PeerProcess(name, [str(python), str(script)], options, log_path, env)
 
 
 def environment(name: str, home: Path, inherited: dict[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import processes
-from benchmarks.peers.processes import PeerFailed, PeerProcess, environment
+from benchmarks.peers.processes import PeerFailed, PeerProcess, environment, start_peer
 
 SCRIPT = """
 import os, sys
@@ -41,7 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def peer(home: Path) -> Iterator[PeerProcess]:
-    found = PeerProcess("fake", {}, home / "log")
+    found = start_peer("fake", {}, home / "log")
     yield found
     found.close()
 
@@ -63,7 +63,7 @@ def test_it_answers_and_is_stopped_between_answers(peer: PeerProcess, home: Path
 
 
 def test_closing_ends_a_stopped_process(home: Path) -> None:
-    peer = PeerProcess("fake", {}, home / "log")
+    peer = start_peer("fake", {}, home / "log")
     pid = peer.generate([[1]], 1).tokens[0][0]
     peer.close()
     with pytest.raises(ProcessLookupError):
@@ -71,7 +71,7 @@ def test_closing_ends_a_stopped_process(home: Path) -> None:
 
 
 def test_one_that_breaks_says_what_its_log_says(home: Path) -> None:
-    peer = PeerProcess("fake", {"break": True}, home / "log")
+    peer = start_peer("fake", {"break": True}, home / "log")
     with pytest.raises(PeerFailed, match=r"fake has ended: .*the engine broke"):
         peer.generate([[1]], 1)
     peer.close()
@@ -85,7 +85,7 @@ def test_one_that_was_killed_has_ended(peer: PeerProcess) -> None:
 
 def test_one_that_is_not_built_says_how_to_build_it(home: Path) -> None:
     with pytest.raises(PeerFailed, match="make peers"):
-        PeerProcess("vllm", {}, home / "log")
+        start_peer("vllm", {}, home / "log")
 
 
 def test_vllm_is_bound_to_the_cores_and_gets_its_libraries(tmp_path: Path) -> None:
