@@ -78,7 +78,9 @@ def rope_config(file: Path, theta: float, scaling_type: str, parameters: Mapping
         high = numbers.number("high_freq_factor", (1e-3, 1e6))
         if high <= low:
             raise numbers.error("high_freq_factor", f"is {high:g}", f"more than low_freq_factor {low:g}", f"{high:g}")
-    return RopeConfig(theta, scaling_type, {key: value for key, value in parameters.items() if value is not None})
+    kept = {key: value for key, value in parameters.items() if value is not None}
+    lists = {key: tuple(value) for key, value in kept.items() if isinstance(value, list)}
+    return RopeConfig(theta, scaling_type, {**kept, **lists})
 
 
 def check_longrope(file: Path, parameters: Mapping[str, object], rotary_dim: int) -> None:

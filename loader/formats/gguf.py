@@ -9,7 +9,8 @@ from loader.completeness import check_tensors
 from loader.errors import CheckpointError
 from loader.files import read_head
 from loader.gguf_format import GgufFile, read_gguf_file
-from loader.gguf_model import gguf_config, gguf_tensors
+from loader.gguf_model import gguf_config
+from loader.gguf_names import gguf_tensors
 from loader.tensors import TensorInfo
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf")

@@ -157,7 +157,7 @@ def make_tiny_llama(
         folder / "generation_config.json", {"bos_token_id": BOS_TOKEN_ID, "eos_token_id": list(eos_token_ids) or None}
     )
     write_tiny_tokenizer(folder, vocab_size, chat_template)
-    tensors = tiny_tensors(config, seed=seed, tie=bool(config["tie_word_embeddings"]))
+    tensors = tiny_tensors(config, seed=seed, tie=tie or config.get("tie_word_embeddings") is True)
     if sharded:
         _write_shards(folder, tensors, dtype)
     else:

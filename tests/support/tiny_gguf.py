@@ -60,11 +60,11 @@ def make_tiny_gguf(
     tokenizer = _tokenizer_metadata(TINY_CONFIG["vocab_size"])
     values = {**_model_metadata(TINY_CONFIG, architecture), **tokenizer, **(metadata or {})}
     for key, value in values.items():
-        _add(writer, key, value)
+        add_metadata(writer, key, value)
     for name, tensor in tensors.items():
         stored = gguf_name(name)
         if stored not in without:
-            ordered = _to_gguf_order(name, tensor, TINY_CONFIG) if architecture == "llama" else tensor
+            ordered = to_gguf_order(name, tensor, TINY_CONFIG) if architecture == "llama" else tensor
             _add_tensor(writer, stored, ordered, quantisation)
     for stored, tensor in (extra_tensors or {}).items():
         writer.add_tensor(stored, tensor)
@@ -83,7 +83,8 @@ def gguf_name(name: str) -> str:
     return name
 
 
-def _to_gguf_order(name: str, tensor: NDArray[np.float32], config: Mapping[str, int]) -> NDArray[np.float32]:
+def to_gguf_order(name: str, tensor: NDArray[np.float32], config: Mapping[str, int]) -> NDArray[np.float32]:
+    """A tensor of a llama as GGUF stores it: the two halves of each head's rotary rows alternately."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for part, count in heads.items():
         if part in name:
@@ -131,7 +132,8 @@ def _tokenizer_metadata(vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_metadata(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Adds one key with a value of whatever type it is."""
     if value is None or key == "general.architecture":
         return
     if isinstance(value, bool):

@@ -17,7 +17,8 @@ from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 @pytest.mark.parametrize(
     "overrides",
     [
-        *TINY_FAMILIES.values(),
+        # What the others have in memory is not what they store: see models/test_families.py.
+        *(TINY_FAMILIES[name] for name in sorted(TINY_FAMILIES.keys() - {"phi3", "mixtral", "qwen3_moe"})),
         {"attention_bias": True, "mlp_bias": True},
         {"head_dim": 32},
         {"tie_word_embeddings": True},

@@ -12,9 +12,12 @@ from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.config import RopeConfig
 from loader.errors import CheckpointError
 from loader.gguf_format import read_gguf_file
-from loader.gguf_model import gguf_config, gguf_tensors, llama3_divisors
+from loader.gguf_model import gguf_config
+from loader.gguf_names import gguf_tensors
+from loader.gguf_rope import llama3_divisors
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from tests.support.tiny_gguf import make_tiny_gguf
+from tests.support.tiny_gguf_families import ARCHITECTURES, FAMILY_CONFIGS, make_family_gguf
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -135,14 +138,55 @@ def test_divisors_that_are_no_numbers_are_refused(tmp_path: Path, bad: float) ->
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
-    error = refused(tmp_path, architecture="gemma3")
-    assert (error.code, error.found, error.expected) == ("unsupported", "gemma3", "llama, qwen2, qwen3")
+    error = refused(tmp_path, architecture="mamba")
+    assert (error.code, error.found) == ("unsupported", "mamba")
+    assert error.expected == "llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3, olmo2"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata"),
+    [("qwen2", {"qwen2.expert_count": 4}), ("olmo2", {"olmo2.attention.sliding_window": 4096})],
+)
+def test_architectures_that_mean_another_family(tmp_path: Path, architecture: str, metadata: dict[str, int]) -> None:
+    assert refused(tmp_path, architecture=architecture, metadata=metadata).code == "unsupported"
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_both_formats_agree(tmp_path: Path, family: str) -> None:
+    overrides = {**FAMILY_CONFIGS[family], "rms_norm_eps": 1e-5}
+    plain = open_checkpoint(make_tiny_llama(tmp_path / "hf", config_overrides=overrides)).config
+    config = open_checkpoint(make_family_gguf(tmp_path / "m.gguf", family)).config
+    # GGUF has no names for ends of turns in these files, and its norms hold what is added to them.
+    assert config == replace(plain, bos_token_id=None, eos_token_ids=(), norm_offset=0.0)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_the_largest_gemma_scales_scores_by_another_size(tmp_path: Path, family: str) -> None:
+    make_family_gguf(tmp_path / "m.gguf", family)
+    file = read_gguf_file(tmp_path / "m.gguf")
+    layers, heads = {"gemma2": (46, 32), "gemma3": (62, 32)}[family]
+    sizes = {"block_count": layers, "embedding_length": 4608, "attention.head_count": heads}
+    changed = {f"{family}.{key}": value for key, value in sizes.items()}
+    config = gguf_config(replace(file, metadata={**file.metadata, **changed}))
+    assert config.attention_scale == pytest.approx((4608 / heads) ** -0.5)
+
+
+def test_experts_are_parts_of_one_tensor_or_tensors_of_their_own(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_family_gguf(tmp_path / "m.gguf", "mixtral", "Q8_0"))
+    first, second = (checkpoint.tensors[f"model.layers.1.mlp.experts.{n}.down_proj.weight"] for n in (0, 1))
+    assert first.stored_name == second.stored_name == "blk.1.ffn_down_exps.weight"
+    assert (first.shape, second.offset - first.offset) == ((64, 128), 64 * 128 // 32 * 34)
+    file = read_gguf_file(tmp_path / "m.gguf")
+    joined = next(tensor for tensor in file.tensors if tensor.name == "blk.1.ffn_down_exps.weight")
+    single = replace(joined, name="blk.1.ffn_down.3.weight", shape=(64, 128))
+    assert gguf_tensors(replace(file, tensors=(single,)), checkpoint.config).keys() == {
+        "model.layers.1.mlp.experts.3.down_proj.weight"
+    }
 
 
 @pytest.mark.parametrize(
     "metadata",
     [
-        {"llama.expert_count": 8},
         {"llama.rope.dimension_count": 8},
         {"llama.attention.value_length": 32},
         {"llama.rope.scaling.type": "spiral", "llama.rope.scaling.factor": 2.0},

@@ -12,6 +12,7 @@ from loader.families import FAMILIES
 from loader.layout import expected_tensors
 from tests.support.mixture import greedy_tokens, mixed_prompts, run_mixture
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
+from tests.support.tiny_gguf_families import FAMILY_CONFIGS, make_family_gguf
 from tests.support.tiny_runner import load_tiny, make_runner
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5] * 3, "long_factor": [2.0, 9.0] * 3}
@@ -44,6 +45,15 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, name: str) -> None:
     for prompt, output in zip([*prompts, prompts[-1]], outputs, strict=True):
         assert output == greedy_tokens(theirs, prompt, output)
     assert len({tuple(output) for output in outputs}) == len(prompts)
+
+
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+def test_a_gguf_says_the_same(tmp_path: Path, family: str) -> None:
+    make_tiny_llama(tmp_path / "hf", head_dim=16, config_overrides=FAMILY_CONFIGS[family])
+    make_family_gguf(tmp_path / "m.gguf", family)
+    prompts = mixed_prompts(320, (3, 40))
+    expected = run_mixture(*make_runner(load_tiny(tmp_path / "hf")), prompts)
+    assert run_mixture(*make_runner(load_tiny(tmp_path / "m.gguf")), prompts) == expected
 
 
 @pytest.mark.parametrize("name", CONFIGS)
