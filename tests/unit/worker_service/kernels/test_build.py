@@ -1,0 +1,93 @@
+"""Building the library, with a stand-in for the compiler, and what happens where it cannot be built."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from worker_service.kernels import abi, build, native
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STEPWIRE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kernels"
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that writes its output, and a line for each call."""
+    path, calls = tmp_path / "compiler", tmp_path / "calls"
+    path.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nfor last; do :; done\necho built > "$last"\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    return calls
+
+
+def test_builds_once_however_many_ask(cache: Path, compiler: Path) -> None:
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(build.build())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(set(found)) == 1 and found[0].parent == cache
+    num_sources = len(list(build.SOURCES.glob("*.cpp")))
+    assert len(compiler.read_text().splitlines()) == num_sources + 1
+    assert sorted(path.name for path in cache.iterdir()) == sorted([found[0].name, "build.lock"])
+
+
+def test_another_source_is_another_library(
+    cache: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "cpu"
+    sources.mkdir()
+    (sources / "one.cpp").write_text("int one;")
+    monkeypatch.setattr(build, "SOURCES", sources)
+    first = build.build()
+    (sources / "one.cpp").write_text("int two;")
+    assert build.build() != first
+
+
+def test_a_compiler_that_fails_leaves_nothing_and_says_why(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = tmp_path / "failing"
+    failing.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 3\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    with pytest.raises(build.BuildError, match="status 3: no such flag"):
+        build.build()
+    assert [path.name for path in cache.iterdir()] == ["build.lock"]
+    assert build.library_path() is None
+    assert "kernels_unavailable" in capsys.readouterr().out
+
+
+def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(build.BuildError, match="install g\\+\\+"):
+        build.build()
+
+
+def test_cpus_that_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_cpu_features", lambda: frozenset({"sse4_2", "fma"}))
+    with pytest.raises(build.BuildError, match="lacks avx2"):
+        build.machine_flags()
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
+    with pytest.raises(build.BuildError, match="riscv64"):
+        build.machine_flags()
+
+
+def test_the_library_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    native.load.cache_clear()
+    monkeypatch.setenv("STEPWIRE_NATIVE_KERNELS", "0")
+    assert native.load() is None
+    native.load.cache_clear()
+
+
+def test_structures_are_as_long_as_the_headers_say() -> None:
+    # 16 pointers and two words; 11 words, 5 floats and 5 pointers; and so on, see cpu/api.h.
+    sizes = {abi.Layer: 16 * 8 + 8, abi.Model: 16 * 4 + 5 * 8, abi.Batch: 8 + 4 * 8, abi.Head: 5 * 8}
+    for structure, size in sizes.items():
+        assert abi.ctypes.sizeof(structure) == size

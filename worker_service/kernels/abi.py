@@ -1,0 +1,92 @@
+"""The C interface of cpu/api.h, in ctypes."""
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+_Pointer = c_void_p
+
+
+class Layer(Structure):
+    """SwLayer."""
+
+    _fields_ = (
+        *(
+            (name, _Pointer)
+            for name in (
+                *("qkv", "output", "gate_up", "down"),
+                *("qkv_bias", "output_bias", "gate_up_bias", "down_bias"),
+                *("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm", "query_norm", "key_norm"),
+                *("cos", "sin"),
+            )
+        ),
+        ("window", c_int32),
+        ("rotary_half", c_int32),
+    )
+
+
+class Model(Structure):
+    """SwModel."""
+
+    _fields_ = (
+        *(
+            (name, c_int32)
+            for name in (
+                *("is_bf16", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "inner_size", "num_layers"),
+                *("vocab_size", "is_gelu", "norm_whole", "block_size"),
+            )
+        ),
+        *((name, c_float) for name in ("eps", "scale", "softcap", "embedding_scale", "logit_softcap")),
+        ("layers", POINTER(Layer)),
+        ("embedding", _Pointer),
+        ("final_norm", _Pointer),
+        ("head", _Pointer),
+        ("cache", _Pointer),
+    )
+
+
+class Batch(Structure):
+    """SwBatch."""
+
+    _fields_ = (
+        ("num_sequences", c_int32),
+        ("num_tokens", c_int32),
+        ("query_start", _Pointer),
+        ("computed", _Pointer),
+        ("tables", _Pointer),
+        ("table_stride", c_int64),
+    )
+
+
+class Head(Structure):
+    """SwHead."""
+
+    _fields_ = (
+        ("rows", _Pointer),
+        ("num_rows", c_int64),
+        ("logits", _Pointer),
+        ("token_ids", _Pointer),
+        ("finite", _Pointer),
+    )
+
+
+_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "sw_pool_create": (c_void_p, (c_int32, c_int32, c_int32)),
+    "sw_pool_destroy": (None, (c_void_p,)),
+    "sw_linear": (None, (c_void_p, c_int32, _Pointer, c_int64, _Pointer, _Pointer, c_int32, c_int32, _Pointer)),
+    "sw_decoder_create": (c_void_p, (c_void_p, POINTER(Model))),
+    "sw_decoder_destroy": (None, (c_void_p,)),
+    "sw_forward": (None, (c_void_p, POINTER(Batch), _Pointer, _Pointer, c_int32, c_int32, POINTER(Head))),
+    "sw_attention_half": (None, (c_void_p, POINTER(Batch), c_int32, _Pointer, _Pointer)),
+    "sw_mlp_half": (None, (c_void_p, c_int32, c_int32, _Pointer, _Pointer)),
+    "sw_add_branch": (None, (c_void_p, c_int32, c_int32, c_int32, _Pointer, _Pointer)),
+}
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Loads a library that `build` made. Calls of a CDLL release the interpreter's lock. Raises OSError."""
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,156 @@
+"""Builds the compiled kernels for this machine, once: `python -m worker_service.kernels.build` does so ahead of time.
+
+The library is kept under ${STEPWIRE_CACHE:-~/.cache/stepwire}/kernels, named after all that it depends
+on, so another source, compiler, flag or CPU means another file, and none is ever out of date.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import structlog
+
+SOURCES = Path(__file__).parent / "cpu"
+_FLAGS = (
+    "-O3",
+    "-std=c++20",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    # Not -ffast-math: sums keep their order, and NaN stays what it is.
+    "-fno-math-errno",
+    # Vectors wider than the CPU's own are passed between our own functions alone.
+    "-Wno-psabi",
+)
+_TIMEOUT_S = 300.0
+# Features without which torch's own kernels are the better choice.
+_REQUIRED = {"x86_64": frozenset({"avx2", "fma"}), "aarch64": frozenset({"asimd"})}
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class BuildError(Exception):
+    """Why there is no library, and what to do about it."""
+
+
+def library_path() -> Path | None:
+    """The library for this machine, built if it is not there yet; None, with a line in the log, when it cannot be."""
+    try:
+        return build()
+    except (BuildError, OSError) as error:
+        _log.warning("kernels_unavailable", reason=str(error), consequence="plain torch is used, which is slower")
+        return None
+
+
+def build() -> Path:
+    """The library for this machine. Raises BuildError."""
+    flags, features = machine_flags()
+    compiler = _compiler()
+    target = cache_folder() / f"{_fingerprint(compiler, flags, features)}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / "build.lock").open("w") as lock:
+        # Workers that start together wait for the first one's build.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile(compiler, flags, target)
+    return target
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept."""
+    root = os.environ.get("STEPWIRE_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "stepwire") / "kernels"
+
+
+def machine_flags() -> tuple[tuple[str, ...], frozenset[str]]:
+    """Compiler flags for this CPU, and its features. Raises BuildError for one that is not served."""
+    machine, features = platform.machine(), _cpu_features()
+    required = _REQUIRED.get(machine)
+    if required is None:
+        raise BuildError(f"there are no kernels for {machine}")
+    if not required <= features:
+        raise BuildError(f"the CPU lacks {', '.join(sorted(required - features))}")
+    native = "-march=native" if machine == "x86_64" else "-mcpu=native"
+    return (*_FLAGS, native), features
+
+
+def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+    began = time.monotonic()
+    sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        # One process a source: they compile at the same time.
+        objects = [str(Path(folder) / f"{Path(source).stem}.o") for source in sources]
+        commands = [
+            [compiler, *flags, "-c", source, "-o", output] for source, output in zip(sources, objects, strict=True)
+        ]
+        processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+        try:
+            for process in processes:
+                _finish(process, began)
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+        partial = Path(folder) / "library.so"
+        _finish(subprocess.Popen([compiler, *flags, *objects, "-o", partial], stderr=subprocess.PIPE, text=True), began)
+        partial.rename(target)
+    _log.info("kernels_built", path=str(target), seconds=round(time.monotonic() - began, 1))
+
+
+def _finish(process: "subprocess.Popen[str]", began: float) -> None:
+    try:
+        _, errors = process.communicate(timeout=max(1.0, _TIMEOUT_S - (time.monotonic() - began)))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise BuildError(f"the compiler did not end within {_TIMEOUT_S:g} s") from None
+    if process.returncode:
+        raise BuildError(f"the compiler failed with status {process.returncode}: {errors[:2000].strip()}")
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX") or "g++"
+    found = shutil.which(wanted)
+    if found is None:
+        raise BuildError(f"there is no compiler {wanted!r}: install g++ 11 or later, or set CXX")
+    return found
+
+
+def _fingerprint(compiler: str, flags: tuple[str, ...], features: frozenset[str]) -> str:
+    # The compiler's file stands for its version: to ask it would cost a process at every start.
+    stat = Path(compiler).resolve().stat()
+    digest = hashlib.sha256(repr((compiler, stat.st_size, stat.st_mtime_ns, flags, sorted(features))).encode())
+    for path in sorted(SOURCES.iterdir()):
+        if path.suffix in (".h", ".cpp"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _cpu_features() -> frozenset[str]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                return frozenset(value.split())
+    return frozenset()
+
+
+def main() -> int:
+    """Builds, and prints where the library lies; without a compiler says so, and is content."""
+    path = library_path()
+    print(path if path else "kernels: not built, plain torch will be used")  # noqa: T201 - a command's output
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

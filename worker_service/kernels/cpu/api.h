@@ -1,0 +1,69 @@
+// The C interface: what worker_service/kernels/native.py mirrors with ctypes. Nothing is checked here;
+// the binding checks types, shapes and positions, the runtime checks block ids.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+struct SwLayer {
+  const void *qkv, *output, *gate_up, *down;  // packed, see gemm.h; of gate_up, 16 rows of each alternate
+  const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
+  // Null where a family has none. The post norms act on a branch before it joins the residual.
+  const float *input_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm, *query_norm, *key_norm;
+  const float *cos, *sin;  // [positions, rotary_half]
+  int32_t window;          // positions seen, the query's own among them; 0 for all
+  int32_t rotary_half;
+};
+
+struct SwModel {
+  int32_t is_bf16;  // else float32
+  int32_t hidden_size, num_heads, num_kv_heads, head_dim, inner_size, num_layers, vocab_size;
+  int32_t is_gelu;            // else SiLU
+  int32_t norm_whole;         // query and key norms over the whole projection, not each head
+  int32_t block_size;
+  float eps, scale, softcap, embedding_scale, logit_softcap;
+  const SwLayer* layers;
+  const void* embedding;   // [vocab_size, hidden_size], not packed; null beyond the first stage
+  const float* final_norm;  // null before the last stage, as is head
+  const void* head;
+  void* cache;
+};
+
+// The new tokens of all sequences, one after the other.
+struct SwBatch {
+  int32_t num_sequences, num_tokens;
+  const int32_t* query_start;  // [num_sequences + 1]
+  const int32_t* computed;     // [num_sequences] positions that are in the cache already
+  const int32_t* tables;       // [num_sequences, table_stride] block ids
+  int64_t table_stride;
+};
+
+// What to do with chosen rows: logits, or the largest one's index; null what is not wanted.
+struct SwHead {
+  const int64_t* rows;  // [num_rows] of hidden
+  int64_t num_rows;
+  float* logits;        // [num_rows, vocab_size]
+  int64_t* token_ids;   // [num_rows]
+  uint8_t* finite;      // [num_rows] whether all its logits are
+};
+
+void* sw_pool_create(int32_t threads, int32_t spin_us, int32_t pin);
+void sw_pool_destroy(void* pool);
+
+void sw_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const void* weight, const float* bias,
+               int32_t in, int32_t out, void* y);
+
+void* sw_decoder_create(void* pool, const SwModel* model);
+void sw_decoder_destroy(void* decoder);
+
+// Token ids, layers [first, last) and head in one call; ids, or the head, may be null to leave them out.
+void sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, void* hidden, int32_t first,
+                int32_t last, const SwHead* head);
+
+// One branch of a layer without its residual, into `partial` [tokens, hidden_size], and its joining.
+void sw_attention_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial);
+void sw_mlp_half(void* decoder, int32_t layer, int32_t num_tokens, const void* hidden, void* partial);
+void sw_add_branch(void* decoder, int32_t layer, int32_t is_mlp, int32_t num_tokens, void* hidden,
+                   const void* partial);
+}

@@ -1,0 +1,166 @@
+// Attention of a few queries of one sequence to all that they may see of one key-value head.
+//
+// Keys are taken in groups of 64 positions that start at multiples of 64, whatever the query, and a
+// running softmax is brought up to date after each group. What a query gets depends on its position
+// alone: not on how the prompt was cut, nor on the other queries of its tile.
+#pragma once
+
+#include <vector>
+
+#include "cache.h"
+#include "gemm.h"
+#include "ops.h"
+
+namespace stepwire {
+
+constexpr int kGroup = 4 * kLanes;
+// Rows of a tile that share what is read of the cache; four vectors by six rows fill the registers.
+constexpr int kQueryRows = 48;
+constexpr int kScoreRows = 6;
+
+struct AttentionRule {
+  int num_heads, num_kv_heads, head_dim;
+  int window;  // positions that a query sees, itself among them; 0 for all
+  float scale, softcap;
+};
+
+// Tokens [first, first + count) of the packed batch, all of one sequence, the first at `position`.
+struct Span {
+  int sequence, first, count, position;
+};
+
+// What one thread needs to attend; allocated once.
+template <class T>
+struct AttentionScratch {
+  std::vector<float> scores, out, highest;
+  std::vector<T> queries, weights;
+  std::vector<Floats, std::allocator<Floats>> total;
+
+  void resize(int rows, int head_dim) {
+    scores.resize((size_t)rows * kGroup);
+    weights.resize((size_t)rows * kGroup);
+    out.resize((size_t)rows * head_dim);
+    queries.resize((size_t)rows * head_dim);
+    highest.resize(rows);
+    total.resize(rows);
+  }
+};
+
+// Scores [kGroup] of one row become weights, of which those in [low, high) count; the row's maximum,
+// total and output are brought to the same scale.
+template <class T>
+__attribute__((noinline)) void update_row(const float* scores, int low, int high, const AttentionRule& rule,
+                                          float& highest, Floats& total, float* out, T* weights) {
+  if (low >= kGroup || high <= 0) {
+    memset(static_cast<void*>(weights), 0, sizeof(T) * kGroup);
+    return;
+  }
+  const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const bool whole = low <= 0 && high >= kGroup;
+  const float first = low, end = high;
+  Floats score[4], top = splat(-1e30f);
+  for (int v = 0; v < 4; ++v) {
+    score[v] = cap(load(scores + v * kLanes) * rule.scale, rule.softcap);
+    if (!whole) {
+      Floats place = lanes + (float)(v * kLanes);
+      score[v] = ((place >= first) & (place < end)) ? score[v] : splat(-1e30f);
+    }
+    top = max(top, score[v]);
+  }
+  const float before = highest, now = std::fmax(before, max_lanes(top));
+  highest = now;
+  if (now != before) {
+    const Floats factor = exp(splat(before - now));
+    total *= factor;
+    for (int d = 0; d < rule.head_dim; d += kLanes) store(out + d, load(out + d) * factor);
+  }
+  for (int v = 0; v < 4; ++v) {
+    Floats weight = exp(score[v] - now);
+    if (!whole) {
+      Floats place = lanes + (float)(v * kLanes);
+      weight = ((place >= first) & (place < end)) ? weight : Floats{};
+    }
+    total += weight;
+    store(weights + v * kLanes, weight);
+  }
+}
+
+// out [rows, head_dim] += weights [rows, kGroup] * values of vectors [first, last) of the group; of the
+// last one only `steps_of_last` steps, since what follows was never written.
+template <class T, int V>
+void add_values(const HeadCache<T>& cache, int group, int first, int last, int steps_of_last, const T* weights,
+                int num_rows, int dim, float* out) {
+  for_tiles<kScoreRows>(num_rows, [&](int offset, auto height) {
+    constexpr int R = height;
+    Tile<T, R, V> tile;
+    float* to = out + (ptrdiff_t)offset * cache.head_dim + dim;
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) tile.sum[r][v] = load(to + r * cache.head_dim + v * kLanes);
+    for (int i = first; i < last; ++i) {
+      const T* values = cache.values(group + i * kLanes) + dim * Product<T>::depth;
+      const T* vectors[V];
+      for (int v = 0; v < V; ++v) vectors[v] = values + v * kLanes * Product<T>::depth;
+      const int steps = i + 1 < last ? kLanes / Product<T>::depth : steps_of_last;
+      tile.add(weights + offset * kGroup + i * kLanes, kGroup, vectors, cache.value_stride(), steps);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) store(to + r * cache.head_dim + v * kLanes, tile.sum[r][v]);
+  });
+}
+
+// Attends with scratch.queries [span.count * heads of the group, head_dim], rows of a token adjacent,
+// and leaves the result in scratch.out, normalised.
+template <class T>
+void attend(const AttentionRule& rule, const Span& span, const HeadCache<T>& cache, AttentionScratch<T>& scratch) {
+  constexpr int depth = Product<T>::depth;
+  const int share = rule.num_heads / rule.num_kv_heads, rows = span.count * share, head_dim = rule.head_dim;
+  const int end = span.position + span.count;  // one past the last position seen
+  const int begin = rule.window > 0 && span.position >= rule.window ? span.position - rule.window + 1 : 0;
+  std::fill_n(scratch.out.begin(), (size_t)rows * head_dim, 0.0f);
+  std::fill_n(scratch.highest.begin(), rows, -1e30f);
+  std::fill_n(scratch.total.begin(), rows, Floats{});
+  for (int group = begin / kGroup * kGroup; group < end; group += kGroup) {
+    const int first = begin > group ? (begin - group) / kLanes : 0;
+    const int seen = end - group < kGroup ? end - group : kGroup;
+    const int last = (seen + kLanes - 1) / kLanes;
+    const T* keys[4];
+    // A vector that no row sees reads another's keys; its scores are masked.
+    for (int v = 0; v < 4; ++v) keys[v] = cache.keys(group + (v >= first && v < last ? v : first) * kLanes);
+    for_tiles<kScoreRows>(rows, [&](int offset, auto height) {
+      constexpr int R = height;
+      Tile<T, R, 4> tile;
+      tile.clear();
+      tile.add(scratch.queries.data() + (ptrdiff_t)offset * head_dim, head_dim, keys, cache.key_stride(),
+               head_dim / depth);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) store(&scratch.scores[(offset + r) * kGroup + v * kLanes], tile.sum[r][v]);
+    });
+    for (int row = 0; row < rows; ++row) {
+      const int position = span.position + row / share;
+      const int low = rule.window > 0 ? position - rule.window + 1 - group : 0;
+      update_row(&scratch.scores[row * kGroup], low, position + 1 - group, rule, scratch.highest[row],
+                 scratch.total[row], &scratch.out[(size_t)row * head_dim], &scratch.weights[row * kGroup]);
+    }
+    const int steps_of_last = (seen - (last - 1) * kLanes + depth - 1) / depth;
+    int dim = 0;
+    for (; dim + 4 * kLanes <= head_dim; dim += 4 * kLanes)
+      add_values<T, 4>(cache, group, first, last, steps_of_last, scratch.weights.data(), rows, dim,
+                       scratch.out.data());
+    for (; dim < head_dim; dim += kLanes)
+      add_values<T, 1>(cache, group, first, last, steps_of_last, scratch.weights.data(), rows, dim,
+                       scratch.out.data());
+  }
+  for (int row = 0; row < rows; ++row) {
+    const float total = 1.0f / sum_lanes(scratch.total[row]);
+    float* out = &scratch.out[(size_t)row * head_dim];
+    for (int d = 0; d < head_dim; d += kLanes) store(out + d, load(out + d) * total);
+  }
+}
+
+}  // namespace stepwire

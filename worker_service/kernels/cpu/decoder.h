@@ -1,0 +1,298 @@
+// A decoder's layers over a packed batch. Methods that take a Pool are called inside of Pool::run, by all
+// threads alike.
+#pragma once
+
+#include "kinds.h"
+#include "plan.h"
+
+namespace stepwire {
+
+template <class T>
+class TypedDecoder final : public Decoder {
+ public:
+  TypedDecoder(Pool& pool, const SwModel& model)
+      : pool_(pool),
+        model_(model),
+        layers_(model.layers, model.layers + model.num_layers),
+        heads_per_group_(model.num_heads / model.num_kv_heads),
+        num_qkv_((model.num_heads + 2 * model.num_kv_heads) * model.head_dim),
+        num_attended_(model.num_heads * model.head_dim),
+        normed_(kChunk, model.hidden_size),
+        qkv_(kChunk, num_qkv_),
+        attended_(kChunk, num_attended_),
+        inner_(kChunk, model.inner_size),
+        branch_(kChunk, model.hidden_size),
+        scratch_(pool.size()) {
+    const int rows = std::max(kQueryRows / heads_per_group_, 1) * heads_per_group_;
+    for (auto& scratch : scratch_) scratch.resize(rows, model.head_dim);
+  }
+
+  void forward(const SwBatch& batch, const int64_t* token_ids, void* hidden, int first, int last,
+               const SwHead* head) override {
+    std::vector<Chunk> chunks;
+    if (first < last) chunks = plan_chunks(batch, model_.block_size, heads_per_group_);
+    T* rows = static_cast<T*>(hidden);
+    if (head) best_.assign((size_t)pool_.size() * (head->token_ids ? head->num_rows : 0), Best{});
+    pool_.run([&](Pool& pool, int thread) {
+      if (token_ids) embed(pool, token_ids, batch.num_tokens, rows);
+      for (int layer = first; layer < last; ++layer)
+        for (const Chunk& chunk : chunks) {
+          T* part = rows + (ptrdiff_t)chunk.first * model_.hidden_size;
+          attention(pool, thread, batch, chunk, layer, part, nullptr);
+          mlp(pool, layer, chunk.count, part, nullptr);
+        }
+      if (head) classify(pool, thread, rows, *head);
+    });
+  }
+
+  void attention_half(const SwBatch& batch, int layer, const void* hidden, void* partial) override {
+    const auto chunks = plan_chunks(batch, model_.block_size, heads_per_group_);
+    pool_.run([&](Pool& pool, int thread) {
+      for (const Chunk& chunk : chunks) {
+        const ptrdiff_t offset = (ptrdiff_t)chunk.first * model_.hidden_size;
+        T* rows = const_cast<T*>(static_cast<const T*>(hidden)) + offset;  // only read when there is a partial
+        attention(pool, thread, batch, chunk, layer, rows, static_cast<T*>(partial) + offset);
+      }
+    });
+  }
+
+  void mlp_half(int layer, int num_tokens, const void* hidden, void* partial) override {
+    pool_.run([&](Pool& pool, int) {
+      for (int first = 0; first < num_tokens; first += kChunk) {
+        const ptrdiff_t offset = (ptrdiff_t)first * model_.hidden_size;
+        T* rows = const_cast<T*>(static_cast<const T*>(hidden)) + offset;
+        mlp(pool, layer, std::min(kChunk, num_tokens - first), rows, static_cast<T*>(partial) + offset);
+      }
+    });
+  }
+
+  void add_branch(int layer, bool is_mlp, int num_tokens, void* hidden, const void* partial) override {
+    const float* weight = is_mlp ? layers_[layer].post_mlp_norm : layers_[layer].post_attention_norm;
+    pool_.run([&](Pool& pool, int) {
+      join(pool, num_tokens, {static_cast<T*>(hidden), model_.hidden_size},
+           {static_cast<const T*>(partial), model_.hidden_size}, weight);
+    });
+  }
+
+ private:
+  // Rows of working memory.
+  struct Buffer {
+    Buffer(int rows, int columns) : stride(padded(columns)), data(new (std::align_val_t(64)) T[rows * stride]()) {}
+    ~Buffer() { ::operator delete[](data, std::align_val_t(64)); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    Rows<T> rows() const { return {data, stride}; }
+    Rows<const T> read() const { return {data, stride}; }
+    const ptrdiff_t stride;
+    T* const data;
+  };
+
+  // A thread's largest logit of a row so far, and a value that is not 0 once one was not finite.
+  struct Best {
+    float value = -INFINITY;
+    int32_t token_id = 0;
+    float infinite = 0;
+  };
+
+  void embed(Pool& pool, const int64_t* token_ids, int num_tokens, T* hidden) {
+    const int size = model_.hidden_size;
+    pool.split(num_tokens, [&](int begin, int end) {
+      for (int token = begin; token < end; ++token) {
+        const T* from = static_cast<const T*>(model_.embedding) + token_ids[token] * size;
+        for (int i = 0; i < size; i += kLanes)
+          store(hidden + (ptrdiff_t)token * size + i, load(from + i) * model_.embedding_scale);
+      }
+    });
+  }
+
+  // The attention branch of a chunk's tokens: joined to `hidden`, or left in `partial` when that is given.
+  void attention(Pool& pool, int thread, const SwBatch& batch, const Chunk& chunk, int number, T* hidden,
+                 T* partial) {
+    const SwLayer& layer = layers_[number];
+    normalise(pool, chunk.count, hidden, layer.input_norm);
+    const Rows<T> qkv = qkv_.rows();
+    gemm(pool, normed_.read(), chunk.count, static_cast<const T*>(layer.qkv), model_.hidden_size, panels(num_qkv_),
+         [&](int row, int panel, Floats low, Floats high) {
+           add_panel(layer.qkv_bias, panel, num_qkv_, low, high);
+           store_panel(qkv[row], panel, num_qkv_, low, high);
+         });
+    const CacheShape shape{model_.num_layers, model_.num_kv_heads, model_.head_dim, model_.block_size};
+    auto cache_of = [&](const Span& span, int head) {
+      return HeadCache<T>(model_.cache, shape, number, head, batch.tables + span.sequence * batch.table_stride);
+    };
+    const int kv_heads = model_.num_kv_heads;
+    pool.split((int)chunk.writes.size() * kv_heads, [&](int begin, int end) {
+      for (int i = begin; i < end; ++i) {
+        const Span& span = chunk.writes[i / kv_heads];
+        write_keys(layer, span, i % kv_heads, cache_of(span, i % kv_heads));
+      }
+    });
+    const AttentionRule rule{model_.num_heads, kv_heads, model_.head_dim, layer.window, model_.scale, model_.softcap};
+    auto attend_one = [&](int begin, int end) {
+      for (int i = begin; i < end; ++i) {
+        const Span& span = chunk.queries[i / kv_heads];
+        take_queries(layer, span, i % kv_heads, scratch_[thread]);
+        attend(rule, span, cache_of(span, i % kv_heads), scratch_[thread]);
+        leave_attended(span, i % kv_heads, scratch_[thread]);
+      }
+    };
+    pool.split((int)chunk.queries.size() * kv_heads, attend_one, 1);
+    project(pool, attended_.read(), chunk.count, layer.output, layer.output_bias, num_attended_,
+            layer.post_attention_norm, hidden, partial);
+  }
+
+  // The other branch; as above.
+  void mlp(Pool& pool, int number, int count, T* hidden, T* partial) {
+    const SwLayer& layer = layers_[number];
+    const int inner_size = model_.inner_size;
+    normalise(pool, count, hidden, layer.mlp_norm);
+    const Rows<T> inner = inner_.rows();
+    gemm(pool, normed_.read(), count, static_cast<const T*>(layer.gate_up), model_.hidden_size, inner_size / kLanes,
+         [&](int row, int panel, Floats gate, Floats up) {
+           if (layer.gate_up_bias) {
+             gate += load(layer.gate_up_bias + panel * kLanes);
+             up += load(layer.gate_up_bias + inner_size + panel * kLanes);
+           }
+           store(inner[row] + panel * kLanes, (model_.is_gelu ? gelu(gate) : silu(gate)) * up);
+         });
+    project(pool, inner_.read(), count, layer.down, layer.down_bias, inner_size, layer.post_mlp_norm, hidden, partial);
+  }
+
+  void normalise(Pool& pool, int count, const T* hidden, const float* weight) {
+    const int size = model_.hidden_size;
+    pool.split(count, [&](int begin, int end) {
+      for (int i = begin; i < end; ++i)
+        rms_norm(hidden + (ptrdiff_t)i * size, weight, size, model_.eps, normed_.rows()[i]);
+    });
+  }
+
+  // The product that ends a branch.
+  void project(Pool& pool, Rows<const T> x, int count, const void* weight, const float* bias, int depth,
+               const float* post_norm, T* hidden, T* partial) {
+    const int size = model_.hidden_size;
+    // Without a norm of its own the branch is added before it is rounded.
+    const bool adds = !partial && !post_norm;
+    const Rows<T> to = adds ? Rows<T>{hidden, size} : partial ? Rows<T>{partial, size} : branch_.rows();
+    gemm(pool, x, count, static_cast<const T*>(weight), depth, panels(size),
+         [&](int row, int panel, Floats low, Floats high) {
+           add_panel(bias, panel, size, low, high);
+           add_panel(adds ? to[row] : nullptr, panel, size, low, high);
+           store_panel(to[row], panel, size, low, high);
+         });
+    if (!partial && post_norm) join(pool, count, {hidden, size}, branch_.read(), post_norm);
+  }
+
+  void join(Pool& pool, int count, Rows<T> hidden, Rows<const T> branch, const float* weight) {
+    pool.split(count, [&](int begin, int end) {
+      for (int i = begin; i < end; ++i)
+        stepwire::add_branch(hidden[i], branch[i], weight, model_.hidden_size, model_.eps);
+    });
+  }
+
+  // Puts one head, normalised and rotated for its position, at `to`. `head` counts queries, then keys.
+  void prepare_head(const SwLayer& layer, const T* token, int head, int position, T* to) const {
+    const bool is_key = head >= model_.num_heads;
+    const int size = model_.head_dim, place = is_key ? head - model_.num_heads : head;
+    const T* from = token + head * size;
+    const float* weight = is_key ? layer.key_norm : layer.query_norm;
+    float scale = 1;
+    if (weight && model_.norm_whole) {
+      const int whole = (is_key ? model_.num_kv_heads : model_.num_heads) * size;
+      scale = inverse_rms(sum_squares(from - place * size, whole), whole, model_.eps);
+      weight += place * size;
+    } else if (weight) {
+      scale = inverse_rms(sum_squares(from, size), size, model_.eps);
+    }
+    const ptrdiff_t angles = (ptrdiff_t)position * layer.rotary_half;
+    norm_and_rotate(from, {size, layer.rotary_half}, weight, scale, layer.cos + angles, layer.sin + angles, to);
+  }
+
+  void write_keys(const SwLayer& layer, const Span& span, int kv_head, const HeadCache<T>& cache) const {
+    alignas(64) T key[kMostHeadDim];
+    for (int i = 0; i < span.count; ++i) {
+      const T* token = qkv_.read()[span.first + i];
+      prepare_head(layer, token, model_.num_heads + kv_head, span.position + i, key);
+      cache.write(span.position + i, key,
+                  token + (model_.num_heads + model_.num_kv_heads + kv_head) * model_.head_dim);
+    }
+  }
+
+  void take_queries(const SwLayer& layer, const Span& span, int kv_head, AttentionScratch<T>& scratch) const {
+    T* to = scratch.queries.data();
+    for (int i = 0; i < span.count; ++i)
+      for (int head = 0; head < heads_per_group_; ++head, to += model_.head_dim)
+        prepare_head(layer, qkv_.read()[span.first + i], kv_head * heads_per_group_ + head, span.position + i, to);
+  }
+
+  void leave_attended(const Span& span, int kv_head, const AttentionScratch<T>& scratch) const {
+    const int width = heads_per_group_ * model_.head_dim;
+    for (int i = 0; i < span.count; ++i) {
+      T* to = attended_.rows()[span.first + i] + kv_head * width;
+      for (int d = 0; d < width; d += kLanes) store(to + d, load(&scratch.out[(size_t)i * width + d]));
+    }
+  }
+
+  // Final norm and head of chosen rows.
+  void classify(Pool& pool, int thread, const T* hidden, const SwHead& head) {
+    const int size = model_.hidden_size, vocab = model_.vocab_size;
+    Best* best = best_.data() + (size_t)thread * head.num_rows;
+    for (int first = 0; first < head.num_rows; first += kChunk) {
+      const int count = std::min<int64_t>(kChunk, head.num_rows - first);
+      pool.split(count, [&](int begin, int end) {
+        for (int i = begin; i < end; ++i)
+          rms_norm(hidden + head.rows[first + i] * size, model_.final_norm, size, model_.eps, normed_.rows()[i]);
+      });
+      gemm(pool, normed_.read(), count, static_cast<const T*>(model_.head), size, panels(vocab),
+           [&](int row, int panel, Floats low, Floats high) {
+             low = cap(low, model_.logit_softcap);
+             high = cap(high, model_.logit_softcap);
+             if (head.logits) store_panel(head.logits + (first + row) * (int64_t)vocab, panel, vocab, low, high);
+             if (head.token_ids) find_best(best[first + row], panel * kPanel, vocab, low, high);
+           });
+    }
+    if (!head.token_ids || thread != 0) return;
+    for (int64_t row = 0; row < head.num_rows; ++row) merge_best(row, head);
+  }
+
+  // A thread's panels come in rising order, so that of equal logits the first one stays.
+  static void find_best(Best& best, int column, int vocab, Floats low, Floats high) {
+    if (column + kPanel > vocab) {
+      const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      const float left = vocab - column;
+      low = lanes < left ? low : splat(-INFINITY);
+      high = lanes + (float)kLanes < left ? high : splat(-INFINITY);
+      // Columns that do not exist are no infinite logits.
+      best.infinite += sum_lanes(lanes < left ? low - low : Floats{}) +
+                       sum_lanes(lanes + (float)kLanes < left ? high - high : Floats{});
+    } else {
+      best.infinite += sum_lanes((low - low) + (high - high));
+    }
+    if (!(max_lanes(max(low, high)) > best.value)) return;
+    for (int i = 0; i < kPanel; ++i) {
+      const float value = i < kLanes ? low[i] : high[i - kLanes];
+      if (value > best.value) best = {value, column + i, best.infinite};
+    }
+  }
+
+  void merge_best(int64_t row, const SwHead& head) const {
+    Best all = best_[row];
+    for (int thread = 1; thread < pool_.size(); ++thread) {
+      const Best& one = best_[thread * head.num_rows + row];
+      all.infinite += one.infinite;
+      if (one.value > all.value || (one.value == all.value && one.token_id < all.token_id))
+        all = {one.value, one.token_id, all.infinite};
+    }
+    head.token_ids[row] = all.token_id;
+    head.finite[row] = all.infinite == 0;
+  }
+
+  Pool& pool_;
+  const SwModel model_;
+  const std::vector<SwLayer> layers_;
+  const int heads_per_group_, num_qkv_, num_attended_;
+  const Buffer normed_, qkv_, attended_, inner_, branch_;
+  std::vector<AttentionScratch<T>> scratch_;
+  std::vector<Best> best_;
+};
+
+}  // namespace stepwire

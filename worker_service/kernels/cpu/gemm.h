@@ -1,0 +1,109 @@
+// y = x * W^T for a weight that was packed once: [columns / 32][k / depth][32][depth], see tile.h.
+#pragma once
+
+#include <type_traits>
+
+#include "pool.h"
+#include "tile.h"
+
+namespace stepwire {
+
+constexpr int kPanel = 2 * kLanes;  // columns of W^T that are packed together
+
+template <class T>
+struct Rows {
+  T* data;
+  ptrdiff_t stride;
+  T* operator[](ptrdiff_t row) const { return data + row * stride; }
+};
+
+// Space between rows such that the same place of many rows does not fall into one set of the cache.
+inline ptrdiff_t padded(ptrdiff_t size) { return ((size + 31) / 32 | 1) * 32; }
+
+// Twelve rows and one panel need 24 accumulators; two registers of columns and one of a row remain.
+constexpr int kTileRows = 12;
+// With few rows the processor's own prefetching keeps up best; with more, products hide what comes
+// late only if it was asked for in time.
+constexpr int kFewRows = 4;
+constexpr int kAskAheadBytes = 2048;
+// Rows of x that stay in a core's second-level cache while panels go by.
+constexpr int kRowBytes = 256 * 1024;
+
+// sums[r] = the 32 columns of row r. Not inlined: there are twelve heights and many callers, and a tile
+// costs far more than to store and load its sums.
+template <class T, int R>
+__attribute__((noinline)) void multiply_panel(const T* x, ptrdiff_t stride, const T* panel, int steps,
+                                              float (*sums)[kPanel]) {
+  const T* const vectors[2] = {panel, panel + kLanes * Product<T>::depth};
+  Tile<T, R, 2> tile;
+  tile.clear();
+  tile.template add<(R <= kFewRows ? 0 : kAskAheadBytes)>(x, stride, vectors, kPanel * Product<T>::depth, steps);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    store(sums[r], tile.sum[r][0]);
+    store(sums[r] + kLanes, tile.sum[r][1]);
+  }
+}
+
+// For use inside of Pool::run by all threads alike, with a barrier at the end. Calls
+// done(row, panel, low, high) once for each row and panel: its sums of 16 + 16 columns.
+template <class T, class Done>
+void gemm(Pool& pool, Rows<const T> x, int num_rows, const T* weight, int depth, int num_panels, Done&& done) {
+  const int steps = depth / Product<T>::depth;
+  int at_once = kRowBytes / (depth * (int)sizeof(T)) / kTileRows * kTileRows;
+  at_once = at_once < kTileRows ? kTileRows : at_once;
+  const int row_blocks = (num_rows + at_once - 1) / at_once;
+  pool.split(row_blocks * num_panels, [&](int begin, int end) {
+    alignas(64) float sums[kTileRows][kPanel];
+    for (int i = begin; i < end; ++i) {
+      const int panel = i % num_panels, first = i / num_panels * at_once;
+      const int count = num_rows - first < at_once ? num_rows - first : at_once;
+      const T* columns = weight + (ptrdiff_t)panel * depth * kPanel;
+      for_tiles<kTileRows>(count, [&](int offset, auto height) {
+        const int row = first + offset;
+        multiply_panel<T, height>(x[row], x.stride, columns, steps, sums);
+        for (int r = 0; r < height; ++r) done(row + r, panel, load(sums[r]), load(sums[r] + kLanes));
+      });
+    }
+  });
+}
+
+inline int panels(int columns) { return (columns + kPanel - 1) / kPanel; }
+
+// Adds one panel's columns of a row of `size`, such as a bias; a null row adds nothing.
+template <class U>
+SW_INLINE void add_panel(const U* row, int panel, int size, Floats& low, Floats& high) {
+  if (!row) return;
+  low += load_part(row, panel * kPanel, size);
+  high += load_part(row, panel * kPanel + kLanes, size);
+}
+
+// Writes up to 32 columns of one row, rounded to U, the last panel's surplus left out.
+template <class U>
+SW_INLINE void store_panel(U* row, int panel, int num_columns, Floats low, Floats high) {
+  U* to = row + panel * kPanel;
+  int left = num_columns - panel * kPanel;
+  if (left >= kPanel) {
+    store(to, low);
+    store(to + kLanes, high);
+  } else if (left > kLanes) {
+    store(to, low);
+    store_part(to + kLanes, high, left - kLanes);
+  } else {
+    store_part(to, low, left);
+  }
+}
+
+// The plain product, y = x * W^T + bias; x and y without space between rows.
+template <class T>
+void linear(Pool& pool, const T* x, int64_t rows, const T* weight, const float* bias, int depth, int columns, T* y) {
+  pool.run([&](Pool& all, int) {
+    gemm(all, Rows<const T>{x, depth}, (int)rows, weight, depth, panels(columns),
+         [&](int row, int panel, Floats low, Floats high) {
+           add_panel(bias, panel, columns, low, high);
+           store_panel(y + (ptrdiff_t)row * columns, panel, columns, low, high);
+         });
+  });
+}
+
+}  // namespace stepwire

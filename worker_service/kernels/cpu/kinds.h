@@ -1,0 +1,28 @@
+// One entry for each type of number, each compiled in a file of its own, at the same time as the other.
+#pragma once
+
+#include "api.h"
+#include "pool.h"
+
+namespace stepwire {
+
+// A decoder's layers over a packed batch; see api.h.
+class Decoder {
+ public:
+  virtual ~Decoder() = default;
+  virtual void forward(const SwBatch& batch, const int64_t* token_ids, void* hidden, int first, int last,
+                       const SwHead* head) = 0;
+  virtual void attention_half(const SwBatch& batch, int layer, const void* hidden, void* partial) = 0;
+  virtual void mlp_half(int layer, int num_tokens, const void* hidden, void* partial) = 0;
+  virtual void add_branch(int layer, bool is_mlp, int num_tokens, void* hidden, const void* partial) = 0;
+};
+
+Decoder* make_decoder_bf16(Pool& pool, const SwModel& model);
+Decoder* make_decoder_f32(Pool& pool, const SwModel& model);
+
+void linear_bf16(Pool& pool, const void* x, int64_t rows, const void* weight, const float* bias, int depth,
+                 int columns, void* y);
+void linear_f32(Pool& pool, const void* x, int64_t rows, const void* weight, const float* bias, int depth,
+                int columns, void* y);
+
+}  // namespace stepwire

@@ -1,0 +1,53 @@
+// How the new tokens of one call are cut into work.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "api.h"
+#include "attention.h"
+
+namespace stepwire {
+
+// Tokens that go through a layer together: few enough that what is between two products stays in the
+// cache, many enough that reading the weights again costs nothing.
+constexpr int kChunk = 256;
+
+// One chunk's share of the packed batch. Spans count tokens from the chunk's first.
+struct Chunk {
+  int first, count;
+  std::vector<Span> writes;   // none crosses a block, so that one thread writes a block
+  std::vector<Span> queries;  // longest first, so that no thread begins a long one last
+};
+
+// A sequence that reads blocks which another one fills in the same call comes after that one.
+inline std::vector<Chunk> plan_chunks(const SwBatch& batch, int block_size, int heads_per_group) {
+  const int tile = std::max(1, kQueryRows / heads_per_group);
+  std::vector<Chunk> chunks;
+  int sequence = 0;
+  for (int first = 0; first < batch.num_tokens; first += kChunk) {
+    Chunk chunk{first, std::min(kChunk, batch.num_tokens - first), {}, {}};
+    const int end = first + chunk.count;
+    for (int token = first; token < end;) {
+      while (batch.query_start[sequence + 1] <= token) ++sequence;
+      const int stop = std::min(end, batch.query_start[sequence + 1]);
+      const int position = batch.computed[sequence] + token - batch.query_start[sequence];
+      for (int at = token; at < stop;) {
+        const int here = position + at - token;
+        const int count = std::min(stop - at, block_size - here % block_size);
+        chunk.writes.push_back({sequence, at - first, count, here});
+        at += count;
+      }
+      for (int at = token; at < stop; at += tile)
+        chunk.queries.push_back({sequence, at - first, std::min(tile, stop - at), position + at - token});
+      token = stop;
+    }
+    std::stable_sort(chunk.queries.begin(), chunk.queries.end(), [](const Span& a, const Span& b) {
+      return (int64_t)(a.position + a.count) * a.count > (int64_t)(b.position + b.count) * b.count;
+    });
+    chunks.push_back(std::move(chunk));
+  }
+  return chunks;
+}
+
+}  // namespace stepwire

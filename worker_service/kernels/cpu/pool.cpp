@@ -1,0 +1,97 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <chrono>
+
+#include "vec.h"
+
+namespace stepwire {
+
+namespace {
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+std::vector<int> allowed_cores() {
+  std::vector<int> cores;
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0)
+    for (int core = 0; core < CPU_SETSIZE; ++core)
+      if (CPU_ISSET(core, &set)) cores.push_back(core);
+  return cores;
+}
+
+}  // namespace
+
+Pool::Pool(int threads, int spin_us, bool pin) : size_(threads), spin_ns_(spin_us * int64_t{1000}) {
+  std::vector<int> cores = pin ? allowed_cores() : std::vector<int>{};
+  for (int thread = 1; thread < size_; ++thread) {
+    threads_.emplace_back([this, thread] { work(thread); });
+    pthread_setname_np(threads_.back().native_handle(), "stepwire-cpu");
+    if ((int)cores.size() < size_) continue;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cores[thread], &set);
+    pthread_setaffinity_np(threads_.back().native_handle(), sizeof set, &set);
+  }
+}
+
+Pool::~Pool() {
+  closing_.store(true, std::memory_order_relaxed);
+  job_.fetch_add(1, std::memory_order_release);
+  job_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Pool::start(Entry entry, void* context) {
+  entry_ = entry;
+  context_ = context;
+  next_.store(0, std::memory_order_relaxed);
+  job_.fetch_add(1, std::memory_order_release);
+  job_.notify_all();
+  entry(context, *this, 0);
+  barrier();
+}
+
+void Pool::work(int thread) {
+  uint32_t seen = 0;
+  for (;;) {
+    seen = wait_change(job_, seen);
+    if (closing_.load(std::memory_order_relaxed)) return;
+    entry_(context_, *this, thread);
+    barrier();
+  }
+}
+
+void Pool::barrier() {
+  uint32_t phase = phase_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size_) {
+    wait_change(phase_, phase);
+    return;
+  }
+  // The last to come prepares what follows and lets the others go.
+  arrived_.store(0, std::memory_order_relaxed);
+  next_.store(0, std::memory_order_relaxed);
+  phase_.store(phase + 1, std::memory_order_release);
+  phase_.notify_all();
+}
+
+uint32_t Pool::wait_change(std::atomic<uint32_t>& word, uint32_t seen) {
+  int64_t until = 0;
+  for (int tries = 1;; ++tries) {
+    uint32_t value = word.load(std::memory_order_acquire);
+    if (value != seen) return value;
+    pause_cpu();
+    if (tries % 64) continue;
+    int64_t now = now_ns();
+    if (until == 0) until = now + spin_ns_;
+    if (now < until) continue;
+    word.wait(seen, std::memory_order_acquire);
+  }
+}
+
+}  // namespace stepwire

@@ -1,0 +1,148 @@
+// Sixteen floats at a time, by GCC's vector extensions: one AVX-512 register, two of AVX2, four of NEON.
+// Only the products that decide the speed are written as intrinsics.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define SW_INLINE inline __attribute__((always_inline))
+
+namespace stepwire {
+
+constexpr int kLanes = 16;
+
+using Floats = float __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(64)));
+using Words = uint32_t __attribute__((vector_size(64)));
+using Halves = uint16_t __attribute__((vector_size(32)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+SW_INLINE Floats splat(float value) { return Floats{} + value; }
+
+SW_INLINE Floats load(const float* from) {
+  Floats value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+
+SW_INLINE Floats load(const bf16* from) {
+  Halves bits;
+  memcpy(&bits, from, sizeof bits);
+  return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+
+SW_INLINE void store(float* to, Floats value) { memcpy(to, &value, sizeof value); }
+
+// Rounds to nearest, ties to even.
+SW_INLINE void store(bf16* to, Floats value) {
+#if defined(__AVX512BF16__)
+  __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+#else
+  Words bits = (Words)value;
+  Words nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  Words quiet = (bits >> 16) | 0x40u;
+  Words is_nan = (Words)(value != value);
+  Halves rounded = __builtin_convertvector((nearest & ~is_nan) | (quiet & is_nan), Halves);
+#endif
+  memcpy(to, &rounded, sizeof rounded);
+}
+
+template <class T>
+SW_INLINE void store_part(T* to, Floats value, int count) {
+  T lanes[kLanes];
+  store(lanes, value);
+  if (count > 0) memcpy(static_cast<void*>(to), lanes, sizeof(T) * count);
+}
+
+// Sixteen values from row[at] on, those beyond `size` taken as 0.
+template <class T>
+SW_INLINE Floats load_part(const T* row, int at, int size) {
+  if (at + kLanes <= size) return load(row + at);
+  T lanes[kLanes] = {};
+  if (at < size) memcpy(static_cast<void*>(lanes), row + at, sizeof(T) * (size - at));
+  return load(lanes);
+}
+
+// a * b + c. AVX2 and NEON get their fused form from the compiler's contraction.
+SW_INLINE Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+
+SW_INLINE Floats max(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// Both fold halves on halves, so that the order of the additions is fixed.
+SW_INLINE float sum_lanes(Floats value) {
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) value[i] += value[i + width];
+  return value[0];
+}
+
+SW_INLINE float max_lanes(Floats value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)value);
+#else
+  float largest = value[0];
+  for (int i = 1; i < kLanes; ++i) largest = value[i] > largest ? value[i] : largest;
+  return largest;
+#endif
+}
+
+// e^x to about 2 units in the last place: 2^n * e^r with |r| <= ln(2)/2, e^r by its series to r^7.
+// Outside of [-87, 88] it stays at what it is there.
+SW_INLINE Floats exp(Floats x) {
+  x = x < -87.0f ? splat(-87.0f) : x;
+  x = x > 88.0f ? splat(88.0f) : x;
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits.
+  Floats shifted = fma(x, splat(1.44269504f), magic);
+  Floats n = shifted - magic;
+  Floats r = fma(n, splat(-0.693359375f), x);  // ln 2 in two parts
+  r = fma(n, splat(2.12194440e-4f), r);
+  Floats p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r + 1.0f);
+  Ints exponent = ((Ints)shifted - (Ints)magic + 127) << 23;
+  return p * (Floats)exponent;
+}
+
+SW_INLINE Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
+
+SW_INLINE Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
+
+// The tanh form of GELU.
+SW_INLINE Floats gelu(Floats x) {
+  Floats inner = 0.7978845608f * (x + 0.044715f * x * x * x);
+  return 0.5f * x * (1.0f + tanh(inner));
+}
+
+SW_INLINE Floats cap(Floats x, float limit) { return limit > 0 ? limit * tanh(x / limit) : x; }
+
+SW_INLINE void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace stepwire

@@ -1,0 +1,316 @@
+"""The compiled kernels from Python: threads, single products, and whole decoders over a packed batch.
+
+What one row gets depends neither on the other rows of a batch nor on how prompts are cut nor on the
+number of threads: sums are made in one order, whatever the tiling.
+"""
+
+import ctypes
+import functools
+import os
+from dataclasses import dataclass, field, fields
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from worker_service.kernels import abi
+from worker_service.kernels.build import library_path
+from worker_service.kernels.layout import KvLayout
+from worker_service.kernels.spec import DecoderSpec, LayerWeights, check_spec, check_tensor, norm_whole, packed_shape
+
+Half = Literal["attention", "mlp"]
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library, built at its first use on this machine; None when it cannot be, or STEPWIRE_NATIVE_KERNELS=0."""
+    if os.environ.get("STEPWIRE_NATIVE_KERNELS") == "0":
+        return None
+    path = library_path()
+    return None if path is None else abi.open_library(path)
+
+
+class Pool:
+    """Threads that share the work of a call, the caller's own among them. One call at a time."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int, *, spin_us: int = 50, pin: bool = False) -> None:
+        """Threads that wait spin for `spin_us` before they sleep. `pin` binds all but the caller's to cores.
+
+        Raises ValueError for fewer than one thread.
+        """
+        if not 1 <= threads <= 1024 or not 0 <= spin_us <= 1_000_000:
+            raise ValueError(f"threads {threads} must be 1 to 1024, spin_us {spin_us} at most a second")
+        self.library = library
+        self.threads = threads
+        self.handle: int | None = library.sw_pool_create(threads, spin_us, int(pin))
+
+    def close(self) -> None:
+        """Ends the threads; harmless when done before. What uses the pool must be gone."""
+        if self.handle is not None:
+            self.library.sw_pool_destroy(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def linear(
+    pool: Pool, x: torch.Tensor, packed: torch.Tensor, out_features: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [rows, in] times a weight of `pack_linear` -> [rows, out_features], plus bias, float32 [out_features]."""
+    rows, depth = x.shape
+    check_tensor("packed", packed, x.dtype, packed_shape(out_features, depth, x.dtype))
+    check_tensor("x", x, x.dtype, (rows, depth))
+    check_tensor("bias", bias, torch.float32, (out_features,))
+    y = torch.empty(rows, out_features, dtype=x.dtype)
+    is_bf16 = int(x.dtype == torch.bfloat16)
+    pool.library.sw_linear(
+        pool.handle, is_bf16, _address(x), rows, _address(packed), _address(bias), depth, out_features, _address(y)
+    )
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTables:
+    """The new tokens of all sequences, one after the other. All int32 and contiguous.
+
+    Tokens query_start[i] to query_start[i + 1] are sequence i's; `computed[i]` of its positions are in
+    the cache, and block_tables[i] [max_blocks] says in which blocks its positions lie. A sequence
+    that reads blocks which another one fills in the same call comes after that one. The caller
+    answers for the block ids.
+    """
+
+    query_start: NDArray[np.int32]
+    computed: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    c: abi.Batch = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        count = len(self.computed)
+        for name in ("query_start", "computed", "block_tables"):
+            array = getattr(self, name)
+            if array.dtype != np.int32 or not array.flags.c_contiguous:
+                raise ValueError(f"{name} must be contiguous int32, not {array.dtype}")
+        if self.query_start.shape != (count + 1,) or self.block_tables.shape[:1] != (count,):
+            raise ValueError(
+                f"query_start {self.query_start.shape}, computed {self.computed.shape} and block_tables "
+                f"{self.block_tables.shape} are not of the same sequences"
+            )
+        if count == 0 or self.query_start[0] != 0 or (np.diff(self.query_start) < 1).any() or (self.computed < 0).any():
+            raise ValueError("query_start must begin with 0 and rise, computed must not be negative")
+        pointers = [array.ctypes.data for array in (self.query_start, self.computed, self.block_tables)]
+        batch = abi.Batch(count, int(self.query_start[-1]), *pointers, self.block_tables.shape[1])
+        object.__setattr__(self, "c", batch)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return int(self.query_start[-1])
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence, the new ones among them."""
+        return int((self.computed + np.diff(self.query_start)).max())
+
+
+class Decoder:
+    """A decoder's layers on this rank, with their cache. Used by one thread at a time."""
+
+    # Until there is one: __del__ comes also after an __init__ that raised.
+    _handle: int | None = None
+
+    def __init__(self, pool: Pool, spec: DecoderSpec, layout: KvLayout, cache: torch.Tensor) -> None:
+        """Raises ValueError, naming what does not fit."""
+        check_spec(spec, layout)
+        check_tensor("cache", cache, spec.dtype, layout.shape)
+        self._pool, self._spec, self._layout = pool, spec, layout
+        # The C side holds addresses only: what they point to lives as long as this object.
+        self._cache = cache
+        self._max_positions = min((len(cos) for cos, _ in spec.rope), default=0)
+        layers = (abi.Layer * len(spec.layers))(*(_layer(layer, spec) for layer in spec.layers))
+        self._handle = pool.library.sw_decoder_create(pool.handle, _model(spec, layout, layers, cache))
+
+    def close(self) -> None:
+        """Frees working memory; harmless when done before."""
+        if self._handle is not None:
+            self._pool.library.sw_decoder_destroy(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids, int64 [num_tokens], of a vocabulary that holds them -> [num_tokens, hidden_size]."""
+        hidden = self._empty(len(token_ids))
+        self._forward(None, token_ids, hidden, range(0), None)
+        return hidden
+
+    def run(self, hidden: torch.Tensor, batch: BatchTables, first: int = 0, last: int | None = None) -> None:
+        """Layers [first, last) over `hidden` [num_tokens, hidden_size], in place, residuals included."""
+        self._check_batch(batch)
+        self._forward(batch, None, hidden, range(first, self._num_layers if last is None else last), None)
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Final norm and head of `rows`, int64 [m], of hidden -> float32 [m, vocab_size]."""
+        logits = torch.empty(len(rows), self._spec.vocab_size)
+        self._forward(None, None, hidden, range(0), self._head(rows, len(hidden), logits=logits))
+        return logits
+
+    def greedy(self, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most likely token of each of `rows`, int64 [m], the first one of several, without storing
+        logits; and whether all its logits are finite, bool [m]."""
+        token_ids, finite = self._greedy_outputs(len(rows))
+        self._forward(None, None, hidden, range(0), self._head(rows, len(hidden), token_ids=token_ids, finite=finite))
+        return token_ids, finite
+
+    def forward(self, token_ids: torch.Tensor, batch: BatchTables, rows: torch.Tensor) -> torch.Tensor:
+        """Embedding, all layers, and logits of `rows`, float32 [m, vocab_size], in one call."""
+        self._check_batch(batch)
+        logits = torch.empty(len(rows), self._spec.vocab_size)
+        head = self._head(rows, batch.num_tokens, logits=logits) if len(rows) else None
+        self._forward(batch, token_ids, self._empty(batch.num_tokens), range(self._num_layers), head)
+        return logits
+
+    def forward_greedy(
+        self, token_ids: torch.Tensor, batch: BatchTables, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, with what `greedy` answers."""
+        self._check_batch(batch)
+        best, finite = self._greedy_outputs(len(rows))
+        head = self._head(rows, batch.num_tokens, token_ids=best, finite=finite) if len(rows) else None
+        self._forward(batch, token_ids, self._empty(batch.num_tokens), range(self._num_layers), head)
+        return best, finite
+
+    def attention_half(self, layer: int, hidden: torch.Tensor, batch: BatchTables) -> torch.Tensor:
+        """The attention branch of one layer, neither normalised after nor joined: this rank's partial sum."""
+        self._check_batch(batch)
+        self._check_hidden(hidden, batch.num_tokens)
+        partial = torch.empty_like(hidden)
+        self._pool.library.sw_attention_half(
+            self._handle, batch.c, self._layer(layer), _address(hidden), _address(partial)
+        )
+        return partial
+
+    def mlp_half(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The other branch; likewise."""
+        self._check_hidden(hidden, len(hidden))
+        partial = torch.empty_like(hidden)
+        self._pool.library.sw_mlp_half(
+            self._handle, self._layer(layer), len(hidden), _address(hidden), _address(partial)
+        )
+        return partial
+
+    def add_branch(self, layer: int, half: Half, hidden: torch.Tensor, branch: torch.Tensor) -> None:
+        """Joins a branch, summed over the ranks, to `hidden`, in place, after its post norm if it has one."""
+        self._check_hidden(hidden, len(hidden))
+        self._check_hidden(branch, len(hidden))
+        self._pool.library.sw_add_branch(
+            self._handle, self._layer(layer), int(half == "mlp"), len(hidden), _address(hidden), _address(branch)
+        )
+
+    def _forward(
+        self,
+        batch: BatchTables | None,
+        token_ids: torch.Tensor | None,
+        hidden: torch.Tensor,
+        layers: range,
+        head: abi.Head | None,
+    ) -> None:
+        if not 0 <= layers.start <= layers.stop <= self._num_layers:
+            raise ValueError(f"there are no layers {layers.start} to {layers.stop}: the decoder has {self._num_layers}")
+        self._check_hidden(hidden, len(hidden) if batch is None else batch.num_tokens)
+        if token_ids is not None:
+            check_tensor("token_ids", token_ids, torch.int64, (len(hidden),))
+            if self._spec.embedding is None:
+                raise ValueError("this decoder has no embedding")
+        c_batch = abi.Batch(num_tokens=len(hidden) if token_ids is not None else 0) if batch is None else batch.c
+        self._pool.library.sw_forward(
+            self._handle, c_batch, _address(token_ids), _address(hidden), layers.start, layers.stop, head
+        )
+
+    def _head(
+        self,
+        rows: torch.Tensor,
+        num_tokens: int,
+        *,
+        logits: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
+        finite: torch.Tensor | None = None,
+    ) -> abi.Head:
+        check_tensor("rows", rows, torch.int64, (len(rows),))
+        if self._spec.head is None:
+            raise ValueError("this decoder has no head")
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
+            raise ValueError(f"rows must lie below {num_tokens}")
+        return abi.Head(_address(rows), len(rows), _address(logits), _address(token_ids), _address(finite))
+
+    def _greedy_outputs(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.bool)
+
+    def _empty(self, num_tokens: int) -> torch.Tensor:
+        return torch.empty(num_tokens, self._spec.hidden_size, dtype=self._spec.dtype)
+
+    @property
+    def _num_layers(self) -> int:
+        return len(self._spec.layers)
+
+    def _layer(self, layer: int) -> int:
+        if not 0 <= layer < self._num_layers:
+            raise ValueError(f"there is no layer {layer}: the decoder has {self._num_layers}")
+        return layer
+
+    def _check_hidden(self, hidden: torch.Tensor, num_tokens: int) -> None:
+        if self._handle is None or self._pool.handle is None:
+            raise ValueError("the decoder or its pool is closed")
+        check_tensor("hidden", hidden, self._spec.dtype, (num_tokens, self._spec.hidden_size))
+
+    def _check_batch(self, batch: BatchTables) -> None:
+        longest, held = batch.longest, batch.block_tables.shape[1] * self._layout.block_size
+        if longest > held or longest > self._max_positions:
+            raise ValueError(
+                f"a sequence of {longest} positions exceeds its block table ({held}) or the rope tables "
+                f"({self._max_positions})"
+            )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _layer(layer: LayerWeights, spec: DecoderSpec) -> abi.Layer:
+    pointers = {
+        each.name: _address(getattr(layer, each.name)) for each in fields(layer) if each.name not in ("window", "rope")
+    }
+    cos, sin = spec.rope[layer.rope]
+    return abi.Layer(
+        **pointers, cos=_address(cos), sin=_address(sin), window=layer.window or 0, rotary_half=cos.shape[1]
+    )
+
+
+def _model(spec: DecoderSpec, layout: KvLayout, layers: "ctypes.Array[abi.Layer]", cache: torch.Tensor) -> abi.Model:
+    sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "inner_size", "vocab_size")
+    return abi.Model(
+        is_bf16=int(spec.dtype == torch.bfloat16),
+        **{name: getattr(spec, name) for name in sizes},
+        num_layers=len(spec.layers),
+        is_gelu=int(spec.activation == "gelu_tanh"),
+        norm_whole=int(norm_whole(spec)),
+        block_size=layout.block_size,
+        eps=spec.eps,
+        scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+        softcap=spec.softcap,
+        embedding_scale=spec.embedding_scale,
+        logit_softcap=spec.logit_softcap,
+        layers=layers,
+        embedding=_address(spec.embedding),
+        final_norm=_address(spec.final_norm),
+        head=_address(spec.head),
+        cache=_address(cache),
+    )
