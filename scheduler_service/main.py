@@ -15,12 +15,14 @@ import structlog
 from grpc_health.v1 import health_pb2
 from opentelemetry.trace import Tracer
 
-from loader.checkpoint import Checkpoint, open_checkpoint
+from loader.checkpoint import Checkpoint
 from loader.errors import CheckpointError
+from loader.inspection import Problem
 from loader.tokenizer import load_tokenizer
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.engine import Engine, ServedModel
-from scheduler_service.engine.start import GroupStarter, StartedGroup, StartPlan, startup_trace
+from scheduler_service.engine.preflight import PHASE, check_before_start, check_failed, wish_of
+from scheduler_service.engine.start import GroupStarter, StartedGroup, StartPlan, startup_phase, startup_trace
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tokens import Tokens
 from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
@@ -44,12 +46,6 @@ EXIT_INTERRUPTED = 130
 MAX_MESSAGE_BYTES = 16 << 20
 _HEALTH_EVERY_S = 0.25
 _ERROR_GRACE_S = 1.0
-
-_CHECKPOINT_REASONS = {
-    "not_found": "CHECKPOINT_NOT_FOUND",
-    "invalid": "CHECKPOINT_INVALID",
-    "unsupported": "CHECKPOINT_UNSUPPORTED",
-}
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -135,6 +131,7 @@ class _Service:
             try:
                 await start
             except StepwireError as error:
+                _log.error("start_failed", reason=error.reason, error=error.message, **_log_fields(error))
                 return _cannot_start(error.message)
             _settle_memory()
             _log.info("ready", seconds=round(time.monotonic() - self._began, 3), model=self._engine.model_name)
@@ -150,7 +147,8 @@ class _Service:
         settings = self._settings
         path = _model_path(settings)
         with startup_trace(self._tracer, path):
-            checkpoint = await asyncio.to_thread(_open, path)
+            with startup_phase(self._tracer, PHASE):
+                checkpoint = await asyncio.to_thread(check_before_start, path, wish_of(settings))
             plan = _start_plan(settings, checkpoint, path)
             model, started = await _both(
                 asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len),
@@ -253,37 +251,15 @@ def _model_path(settings: SchedulerSettings) -> str:
     return os.path.abspath(os.path.expanduser(settings.model))
 
 
-def _open(path: str) -> Checkpoint:
-    try:
-        return open_checkpoint(Path(path))
-    except CheckpointError as error:
-        raise checkpoint_failed(error) from error
-
-
-def checkpoint_failed(error: CheckpointError) -> StepwireError:
-    """The wire form of a loader's error."""
-    known = {"file": error.file, "tensor": error.tensor, "expected": error.expected, "found": error.found}
-    metadata = {key: str(value) for key, value in known.items() if value is not None}
-    return StepwireError(_CHECKPOINT_REASONS.get(error.code, "CHECKPOINT_INVALID"), str(error), metadata)
-
-
 def _start_plan(settings: SchedulerSettings, checkpoint: Checkpoint, path: str) -> StartPlan:
     config = checkpoint.config
-    max_model_len = settings.max_model_len or config.max_position_count
-    if max_model_len > config.max_position_count:
-        raise StepwireError(
-            "FIELD_OUT_OF_RANGE",
-            f"max_model_len is {max_model_len} and the model was made for {config.max_position_count} tokens; "
-            "lower max_model_len",
-            {"field": "max_model_len", "limit": str(config.max_position_count)},
-        )
     return StartPlan(
         model_path=path,
         dtype=settings.dtype,
         fingerprint=checkpoint.fingerprint,
         architecture=config.architecture,
         vocab_size=config.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=settings.max_model_len or config.max_position_count,
         max_sequences=settings.max_num_seqs,
         max_step_tokens=settings.max_num_batched_tokens,
         block_size=settings.block_size,
@@ -297,7 +273,7 @@ def _load_text_side(checkpoint: Checkpoint, max_model_len: int) -> ServedModel:
     try:
         files = load_tokenizer(checkpoint)
     except CheckpointError as error:
-        raise checkpoint_failed(error) from error
+        raise check_failed(Problem.of(error), phase="tokenizer") from error
     config = checkpoint.config
     special = {"bos_token": files.bos_token or "", "eos_token": files.eos_token or ""}
     return ServedModel(

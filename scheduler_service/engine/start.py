@@ -109,8 +109,10 @@ class GroupStarter:
         try:
             return await asyncio.gather(*tasks)
         finally:
+            # Cancelled calls end at once on this side, and tell their workers to stop.
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _connect(self, rank: Rank) -> WorkerStatus:
         deadline = time.monotonic() + self._plan.worker_timeout_s
@@ -179,7 +181,7 @@ class GroupStarter:
             seconds=round(summary.duration_s, 3),
             already_loaded=summary.already_loaded,
             mapped_bytes=summary.mapped_bytes,
-            phases={phase.name: round(phase.duration_s, 3) for phase in summary.phases},
+            phases=[f"{phase.name} {phase.duration_s:.3f} s" for phase in summary.phases],
         )
         return summary
 
@@ -206,18 +208,8 @@ class GroupStarter:
 
     @contextmanager
     def _span(self, phase: str) -> Iterator[None]:
-        with self._tracer.start_as_current_span(
-            names.startup_span_name(phase),
-            attributes={names.PHASE: phase, names.EPOCH: self._epoch},
-            record_exception=False,
-            set_status_on_exception=False,
-        ) as span:
-            try:
-                yield
-            except StepwireError as error:
-                span.set_attribute(names.ERROR_TYPE, error.reason)
-                span.set_status(Status(StatusCode.ERROR, error.message))
-                raise
+        with startup_phase(self._tracer, phase, self._epoch):
+            yield
 
 
 def decide_num_blocks(plan: StartPlan, summaries: Sequence[LoadSummary], memory: Sequence[MemoryReport]) -> int:
@@ -247,6 +239,23 @@ def decide_num_blocks(plan: StartPlan, summaries: Sequence[LoadSummary], memory:
             {"needed_blocks": str(per_sequence), "fitting_blocks": str(num_blocks)},
         )
     return num_blocks
+
+
+@contextmanager
+def startup_phase(tracer: Tracer, phase: str, epoch: int = 0) -> Iterator[None]:
+    """The span of one phase of a start. Epoch 0 is before there is one."""
+    with tracer.start_as_current_span(
+        names.startup_span_name(phase),
+        attributes={names.PHASE: phase, names.EPOCH: epoch},
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as span:
+        try:
+            yield
+        except StepwireError as error:
+            span.set_attribute(names.ERROR_TYPE, error.reason)
+            span.set_status(Status(StatusCode.ERROR, error.message))
+            raise
 
 
 @contextmanager

@@ -6,12 +6,13 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import click
 from pydantic import BaseModel
 
-from loader.checkpoint import open_checkpoint
+from scheduler_service.engine.preflight import check_before_start, wish_of
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import CommandError
 from stepwire.cli.field_specs import field_specs
@@ -32,12 +33,13 @@ _SCHEDULER_EXIT_S = 10.0
 def serve_here(settings: Settings) -> int:
     """Serves until a signal comes or a child ends. Returns the exit status.
 
-    Raises CheckpointError and AddressInUse before anything is started, and LogError with nothing left running.
+    Raises AddressInUse, and StepwireError for a checkpoint that cannot be served as the settings say, before anything
+    is started; LogError with nothing left running.
     """
     started = time.monotonic()
     scheduler, worker, supervisor = plan(settings)
     check_free(scheduler.host, scheduler.port)
-    open_checkpoint(Path(scheduler.model))
+    check_before_start(scheduler.model, replace(wish_of(scheduler), kv_cache_bytes=worker.kv_cache_bytes))
     log_path = _log_dir(supervisor) / f"worker-0.{scheduler.port}.log"
     _say(f"worker 0 logs to {log_path}")
     return asyncio.run(

@@ -1,5 +1,6 @@
 """Starts that cannot succeed: one line that says what is wrong and what to do, a status, and nothing left behind."""
 
+import json
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import pytest
 from stepwire.supervisor.ports import free_port
 from tests.support.processes import ServeStack, children, run, running
 from tests.support.stack import MARK_VARIABLE, marked
-from tests.support.tiny_checkpoint import make_tiny_llama
+from tests.support.tiny_checkpoint import make_tiny_llama, tiny_tensors, write_safetensors
 from tests.support.tiny_gguf import make_tiny_gguf
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 1234\n"
@@ -95,6 +96,16 @@ def lfs_pointer_to_gguf(folder: Path) -> Path:
     return folder / "model.gguf"
 
 
+def tied_with_another_head(folder: Path) -> Path:
+    tensors = tiny_tensors(
+        json.loads((make_tiny_llama(folder, tie=True) / "config.json").read_text()), seed=0, tie=True
+    )
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[300, 5] += 1
+    write_safetensors(folder / "model.safetensors", {**tensors, "lm_head.weight": head})
+    return folder
+
+
 def unknown_architecture(folder: Path) -> Path:
     return make_tiny_llama(folder, config_overrides={"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
 
@@ -155,12 +166,35 @@ def test_a_worker_that_cannot_be_reached(tiny_model: Path) -> None:
 
 
 def test_a_cache_too_small_for_one_sequence(tiny_model: Path, tmp_path: Path) -> None:
-    flags = ["--port", str(free_port()), "--num-kv-blocks", "2", "--log-dir", str(tmp_path)]
-    done = run("serve", "--model", str(tiny_model), *flags)
+    flags = ["--port", str(free_port()), "--log-dir", str(tmp_path)]
+    line = refusal("serve", "--model", str(tiny_model), *flags, "--num-kv-blocks", "2")
+    assert "512 tokens needs 32 KV blocks and num_kv_blocks asks for 2; lower max_model_len to at most 32" in line
+    line = refusal("serve", "--model", str(tiny_model), *flags, "--kv-cache-bytes", "1000")
+    assert "the 1000 bytes of kv_cache_bytes hold 0; raise kv_cache_bytes (OUT_OF_MEMORY)" in line
+
+
+def test_what_only_the_worker_finds_reaches_the_terminal_whole(tmp_path: Path) -> None:
+    """A tied model whose stored head is another weight: headers do not tell, values do."""
+    folder = tied_with_another_head(tmp_path / "model")
+    done = run("serve", "--model", str(folder), "--port", str(free_port()), "--log-dir", str(tmp_path))
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (line,) = (line for line in plain_lines(done.stderr) if line.startswith("stepwire scheduler: "))
-    assert "512 tokens needs 32 KV blocks and num_kv_blocks asks for 2; lower max_model_len" in line
+    assert re.search(
+        r"load_model failed on rank 0 at 127.0.0.1:\d+ on host .*differs .* in row 300.*; set tie_word", line
+    )
+    (record,) = (json.loads(line) for line in done.stderr.splitlines() if '"start_failed"' in line)
+    expected = {
+        "reason": "CHECKPOINT_INVALID",
+        "error_phase": "load_model",
+        "error_rank": "0",
+        "error_file": str(folder / "model.safetensors"),
+        "error_tensor": "lm_head.weight",
+        "error_expected": "the values of model.embed_tokens.weight",
+        "error_found": "another row 300",
+    }
+    assert record | expected == record
+    assert "set tie_word_embeddings to false" in record["error_remedy"]
 
 
 def test_a_worker_that_dies_during_the_load_ends_its_scheduler(demo_model: Path, tmp_path: Path) -> None:

@@ -247,7 +247,11 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         already = worker.phase >= pb.PHASE_LOADED
         for part in range(3):
             if worker.load_delay_s:
-                await asyncio.sleep(worker.load_delay_s / 3)
+                try:
+                    await asyncio.sleep(worker.load_delay_s / 3)
+                except asyncio.CancelledError:
+                    worker.calls.append("LoadModel cancelled")
+                    raise
             yield pb.LoadModelResponse(stage="read", loaded_bytes=part * 100, total_bytes=200)
         if "LoadModel at end" in worker.failures:
             raise worker.failures["LoadModel at end"]
@@ -263,7 +267,7 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             already_loaded=already,
             duration_ns=1,
         )
-        yield pb.LoadModelResponse(stage="pack", loaded_bytes=200, total_bytes=200, summary=summary)
+        yield pb.LoadModelResponse(stage="attach", loaded_bytes=200, total_bytes=200, summary=summary)
 
     async def DetermineAvailableMemory(
         self, request: pb.DetermineAvailableMemoryRequest, context: Any

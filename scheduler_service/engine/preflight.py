@@ -1,0 +1,65 @@
+"""The check before any phase: whether the checkpoint can be served as the settings say. Reads headers only."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from loader.checkpoint import Checkpoint, open_checkpoint
+from loader.errors import CheckpointError
+from loader.inspection import Problem, Wish, inspect_checkpoint
+from scheduler_service.settings import SchedulerSettings
+from stepwire.rpc.errors import StepwireError
+
+PHASE = "check"
+# The loader's word for what is wrong -> the reason of the error.
+_REASONS: Mapping[str, str] = {
+    "not_found": "CHECKPOINT_NOT_FOUND",
+    "invalid": "CHECKPOINT_INVALID",
+    "unsupported": "CHECKPOINT_UNSUPPORTED",
+    "tensor_parallel": "FIELD_INVALID",
+    "pipeline_parallel": "FIELD_INVALID",
+    "max_model_len": "FIELD_OUT_OF_RANGE",
+    "out_of_memory": "OUT_OF_MEMORY",
+}
+
+
+def wish_of(settings: SchedulerSettings) -> Wish:
+    """What is known of how the model is to be served before a worker says what memory it has."""
+    return Wish(
+        tensor_parallel_size=len(settings.workers),
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        num_kv_blocks=settings.num_kv_blocks,
+        block_size=settings.block_size,
+    )
+
+
+def check_before_start(path: str, wish: Wish) -> Checkpoint:
+    """Opens the checkpoint and holds it against the wish, as `stepwire check` does. Blocks on files.
+
+    Raises StepwireError, of the phase "check", for the first problem: its metadata has file, tensor, expected, found
+    and remedy where they apply.
+    """
+    try:
+        checkpoint = open_checkpoint(Path(path))
+    except CheckpointError as error:
+        raise check_failed(Problem.of(error)) from error
+    problems = inspect_checkpoint(checkpoint, wish).problems
+    if problems:
+        raise check_failed(problems[0], num_more=len(problems) - 1)
+    return checkpoint
+
+
+def check_failed(problem: Problem, *, phase: str = PHASE, num_more: int = 0) -> StepwireError:
+    """The error for a problem, and how many more there are."""
+    known = {
+        "phase": phase,
+        "file": problem.file,
+        "tensor": problem.tensor,
+        "expected": problem.expected,
+        "found": problem.found,
+        "remedy": problem.remedy,
+    }
+    metadata = {key: value for key, value in known.items() if value is not None}
+    more = f" (stepwire check tells of {num_more} more)" if num_more else ""
+    text = f"{problem.message}; {problem.remedy}{more}"
+    return StepwireError(_REASONS.get(problem.code, "CHECKPOINT_INVALID"), text, metadata)
