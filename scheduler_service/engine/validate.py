@@ -4,7 +4,7 @@ Bounds are those written in inference.proto. NaN and infinities are outside ever
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from scheduler_service.engine.stop import StopStrings
@@ -17,6 +17,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 128
 MAX_N = 64
+MAX_BIASES = 1024
+MAX_LISTED_TOKENS = 16384
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
@@ -93,11 +95,15 @@ class Validator:
         return max_tokens
 
     def _sampling(self, given: SamplingInput) -> Sampling:
-        stop_token_ids = self._check_stop_tokens(given.stop_token_ids)
+        stop_token_ids = self._check_token_ids("stop_token_ids", given.stop_token_ids, MAX_STOP_TOKENS)
         if not given.ignore_eos:
             stop_token_ids = tuple(dict.fromkeys((*self._eos_token_ids, *stop_token_ids)))
         temperature = _float("temperature", given.temperature, 1.0, (0.0, 100.0))
         top_k = _int("top_k", given.top_k, 0, (0, 2**31 - 1))
+        min_tokens = _int("min_tokens", given.min_tokens, 0, (0, 2**31 - 1))
+        allowed = self._check_token_ids("allowed_token_ids", given.allowed_token_ids, MAX_LISTED_TOKENS)
+        banned = self._check_token_ids("banned_token_ids", given.banned_token_ids, MAX_LISTED_TOKENS)
+        self._check_something_left(allowed, banned, stop_token_ids if min_tokens else ())
         return Sampling(
             temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
             top_k=top_k if top_k < self._vocab_size else 0,
@@ -109,21 +115,41 @@ class Validator:
             presence_penalty=_float("presence_penalty", given.presence_penalty, 0.0, (-2.0, 2.0)),
             frequency_penalty=_float("frequency_penalty", given.frequency_penalty, 0.0, (-2.0, 2.0)),
             stop_token_ids=stop_token_ids,
-            min_tokens=_int("min_tokens", given.min_tokens, 0, (0, 2**31 - 1)),
+            min_tokens=min_tokens,
             seed=secrets.randbits(_SEED_BITS) if given.seed is None else _check_range("seed", given.seed, 0, 2**64 - 1),
             logprobs=None if given.logprobs is None else _check_range("logprobs", given.logprobs, 0, MAX_LOGPROBS),
+            typical_p=_float("typical_p", given.typical_p, 1.0, (0.0, 1.0), above_low=True),
+            logit_bias=self._check_biases(given.logit_bias),
+            allowed_token_ids=allowed,
+            banned_token_ids=banned,
         )
 
-    def _check_stop_tokens(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        check_count("stop_token_ids", len(token_ids), MAX_STOP_TOKENS)
+    def _check_token_ids(self, field: str, token_ids: Collection[int], limit: int) -> tuple[int, ...]:
+        """The ids, each once."""
+        check_count(field, len(token_ids), limit)
         for token_id in token_ids:
             if not 0 <= token_id < self._vocab_size:
                 raise StepwireError(
                     "TOKEN_ID_OUT_OF_VOCABULARY",
-                    f"stop_token_ids holds {token_id}; token ids go from 0 to {self._vocab_size - 1}",
-                    {"field": "stop_token_ids", "token_id": str(token_id), "vocab_size": str(self._vocab_size)},
+                    f"{field} holds {token_id}; token ids go from 0 to {self._vocab_size - 1}",
+                    {"field": field, "token_id": str(token_id), "vocab_size": str(self._vocab_size)},
                 )
-        return tuple(token_ids)
+        return tuple(dict.fromkeys(token_ids))
+
+    def _check_biases(self, biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+        self._check_token_ids("logit_bias", biases.keys(), MAX_BIASES)
+        return tuple((token_id, _float("logit_bias", bias, 0.0, (-100.0, 100.0))) for token_id, bias in biases.items())
+
+    def _check_something_left(self, allowed: Sequence[int], banned: Sequence[int], masked: Sequence[int]) -> None:
+        """Raises where no token could be sampled at all; `masked` are those that min_tokens holds back."""
+        excluded = {*banned, *masked}
+        if excluded.issuperset(allowed) if allowed else len(excluded) >= self._vocab_size:
+            field = "allowed_token_ids" if allowed else "banned_token_ids"
+            raise StepwireError(
+                "FIELD_INVALID",
+                f"{field} leaves no token that could be sampled, banned_token_ids and min_tokens considered",
+                {"field": field},
+            )
 
     def _check_messages(self, prompt: ChatPrompt) -> None:
         if not prompt.messages:

@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out of it: plain values between rpc/ and the engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_service.core.request import FinishReason
@@ -57,6 +57,10 @@ class SamplingInput:
     ignore_eos: bool = False
     n: int | None = None
     logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    banned_token_ids: Sequence[int] = ()
+    typical_p: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,10 @@ class Sampling:
     min_tokens: int
     seed: int
     logprobs: int | None
+    typical_p: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ _OPTIONAL_SAMPLING = (
     "frequency_penalty",
     "n",
     "logprobs",
+    "typical_p",
 )
 
 
@@ -83,6 +84,9 @@ def _sampling_input(sampling: pb.SamplingParams) -> SamplingInput:
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        banned_token_ids=sampling.banned_token_ids,
     )
 
 

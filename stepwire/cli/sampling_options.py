@@ -14,6 +14,7 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("top_k", int, "Draw from the k most likely tokens; 0 from all."),
     ("top_p", float, "Draw from the most likely tokens whose probability reaches this."),
     ("min_p", float, "Draw from tokens at least this fraction as likely as the most likely one."),
+    ("typical_p", float, "Draw from the tokens of most typical information whose probability reaches this."),
     ("seed", int, "Makes the draw repeatable."),
     ("repetition_penalty", float, "Above 1 makes tokens of prompt and output less likely."),
     ("presence_penalty", float, "Above 0 makes tokens of the output less likely."),
@@ -27,6 +28,12 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
     function = click.option(
         "--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End with this token; may be repeated."
     )(function)
+    function = click.option(
+        "--ban-token-id", "banned_token_ids", type=int, multiple=True, help="Never sample this token; may be repeated."
+    )(function)
+    function = click.option(
+        "--logit-bias", type=(int, float), multiple=True, metavar="ID BIAS", help="Bias this token; may be repeated."
+    )(function)
     function = click.option("--stop", multiple=True, help="End before this text; may be repeated.")(function)
     for name, kind, text in reversed(_OPTIONS):
         function = click.option("--" + name.replace("_", "-"), type=kind, help=text)(function)
@@ -35,5 +42,6 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def sampling_from(options: Mapping[str, Any], **more: Any) -> SamplingParams:
     """The sampling that the flags ask for. Takes its own flags out of all that a command was given."""
-    names = [*(name for name, _, _ in _OPTIONS), "stop", "stop_token_ids", "ignore_eos"]
-    return SamplingParams(**{name: options[name] for name in names}, **more)
+    names = [*(name for name, _, _ in _OPTIONS), "stop", "stop_token_ids", "banned_token_ids", "ignore_eos"]
+    given = {name: options[name] for name in names}
+    return SamplingParams(**given, logit_bias=dict(options["logit_bias"]), **more)

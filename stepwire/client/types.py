@@ -36,6 +36,10 @@ class SamplingKeywords(TypedDict, total=False):
     ignore_eos: bool
     n: int | None
     logprobs: int | None
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
+    typical_p: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,8 @@ class SamplingParams:
     `stop`: strings before which a sequence ends; `stop_token_ids`: tokens with which it ends.
     `ignore_eos`: do not end at the model's own end tokens.
     `logprobs`: report so many most likely tokens for each position, and the sampled one.
+    `logit_bias`: added to the logits of these token ids; `allowed_token_ids`: nothing else is sampled;
+    `banned_token_ids`: never sampled. `typical_p`: 1 keeps all.
     """
 
     max_tokens: int | None = None
@@ -67,6 +73,10 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int | None = None
     logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    banned_token_ids: Sequence[int] = ()
+    typical_p: float | None = None
 
 
 class GenerateKeywords(SamplingKeywords, total=False):

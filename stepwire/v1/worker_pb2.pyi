@@ -280,8 +280,9 @@ class LoadPhase(_message.Message):
     DURATION_NS_FIELD_NUMBER: _builtins.int
     BYTE_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"inspect" (headers and configs), "look_up" (the restart store, with its hashes), "read", "pack" (into the
-    layout of the device), "store" (writing to the restart store) or "map" (from there). Others may be added.
+    """"inspect" (headers and configs), "map" (from the restart store, its hashes verified), "read", "pack" (into the
+    layout of the device), "store" (writing to the restart store) or "attach" (taking into use). Others may be added;
+    one may come twice.
     """
     duration_ns: _builtins.int
     """Its time in nanoseconds."""
@@ -720,6 +721,11 @@ class SequenceSampling(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     SEQUENCE_INDEX_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TYPICAL_P_FIELD_NUMBER: _builtins.int
+    BIASED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BIASES_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """See SamplingParams."""
     top_k: _builtins.int
@@ -742,9 +748,27 @@ class SequenceSampling(_message.Message):
     """Which of the request's n sequences."""
     logprobs: _builtins.int
     """Number of most likely tokens to report; absent for no log-probabilities."""
+    typical_p: _builtins.float
+    """See SamplingParams; 1 keeps all."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the sequence, the model's own end tokens included where they count."""
+
+    @_builtins.property
+    def biased_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See SamplingParams.logit_bias: the tokens, each once."""
+
+    @_builtins.property
+    def biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The bias of each."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See SamplingParams; none allows all."""
+
+    @_builtins.property
+    def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See SamplingParams."""
 
     def __init__(
         self,
@@ -761,10 +785,15 @@ class SequenceSampling(_message.Message):
         seed: _builtins.int = ...,
         sequence_index: _builtins.int = ...,
         logprobs: _builtins.int | None = ...,
+        typical_p: _builtins.float = ...,
+        biased_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        biases: _abc.Iterable[_builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "sequence_index", b"sequence_index", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "biased_token_ids", b"biased_token_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "sequence_index", b"sequence_index", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

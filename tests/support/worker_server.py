@@ -129,7 +129,7 @@ def new_sequence(sequence_id: int, tokens: Sequence[int], **fields: Any) -> pb.N
         "request_id": f"r{sequence_id}",
         "token_ids": tokens,
         "prompt_token_count": len(tokens),
-        "sampling": pb.SequenceSampling(**{"top_p": 1.0, "repetition_penalty": 1.0, **sampling}),
+        "sampling": pb.SequenceSampling(**{"top_p": 1.0, "repetition_penalty": 1.0, "typical_p": 1.0, **sampling}),
         "block_ids": [sequence_id],
         **fields,
     }

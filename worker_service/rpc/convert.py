@@ -70,6 +70,11 @@ def _sampling(sampling: worker_pb2.SequenceSampling) -> Sampling:
         seed=sampling.seed,
         sequence_index=sampling.sequence_index,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        typical_p=sampling.typical_p,
+        biased_token_ids=tuple(sampling.biased_token_ids),
+        biases=tuple(sampling.biases),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        banned_token_ids=tuple(sampling.banned_token_ids),
     )
 
 

@@ -139,6 +139,8 @@ def _sampling_problem(sampling: Sampling, vocab_size: int) -> str | None:
         sampling.repetition_penalty,
         sampling.presence_penalty,
         sampling.frequency_penalty,
+        sampling.typical_p,
+        *sampling.biases,
     )
     if not all(map(math.isfinite, numbers)):
         return "a sampling parameter is not a finite number"
@@ -147,6 +149,8 @@ def _sampling_problem(sampling: Sampling, vocab_size: int) -> str | None:
         ("top_k", sampling.top_k, sampling.top_k >= 0),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1),
         ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1),
+        ("typical_p", sampling.typical_p, 0 < sampling.typical_p <= 1),
+        ("biases", len(sampling.biases), len(sampling.biases) == len(sampling.biased_token_ids)),
         ("repetition_penalty", sampling.repetition_penalty, sampling.repetition_penalty > 0),
         ("min_tokens", sampling.min_tokens, sampling.min_tokens >= 0),
         ("sequence_index", sampling.sequence_index, sampling.sequence_index >= 0),
@@ -156,8 +160,12 @@ def _sampling_problem(sampling: Sampling, vocab_size: int) -> str | None:
     for name, value, holds in checks:
         if not holds:
             return f"{name} {value} is out of range"
-    if any(not 0 <= token < vocab_size for token in sampling.stop_token_ids):
-        return f"a stop token id is not below the vocabulary size {vocab_size}"
+    for name in ("stop_token_ids", "biased_token_ids", "allowed_token_ids", "banned_token_ids"):
+        token_ids = getattr(sampling, name)
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            return f"{name} holds a token id that is not below the vocabulary size {vocab_size}"
+    if len(set(sampling.biased_token_ids)) != len(sampling.biased_token_ids):
+        return "biased_token_ids holds a token id twice"
     return None
 
 

@@ -186,6 +186,7 @@ def sampling_error(sampling: Sampling, vocab_size: int) -> str | None:
         ("temperature", sampling.temperature, 0.0, 1e6),
         ("top_k", sampling.top_k, 0, 2**31),
         ("min_p", sampling.min_p, 0.0, 1.0),
+        ("number of biases", len(sampling.biases), len(sampling.biased_token_ids), len(sampling.biased_token_ids)),
         ("presence_penalty", sampling.presence_penalty, -1e6, 1e6),
         ("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6),
         ("min_tokens", sampling.min_tokens, 0, 2**31),
@@ -196,8 +197,14 @@ def sampling_error(sampling: Sampling, vocab_size: int) -> str | None:
     for name, value, low, high in ranges:
         if not low <= value <= high:
             return f"{name} {value} lies outside {low} to {high}"
-    if not 0.0 < sampling.top_p <= 1.0:
-        return f"top_p {sampling.top_p} lies outside 0 (exclusive) to 1"
+    for name, share in (("top_p", sampling.top_p), ("typical_p", sampling.typical_p)):
+        if not 0.0 < share <= 1.0:
+            return f"{name} {share} lies outside 0 (exclusive) to 1"
+    if not all(map(math.isfinite, sampling.biases)):
+        return "a bias is not a finite number"
+    for listed in (sampling.biased_token_ids, sampling.allowed_token_ids, sampling.banned_token_ids):
+        if listed and not 0 <= min(listed) <= max(listed) < vocab_size:
+            return f"a listed token id lies outside the vocabulary of {vocab_size}"
     if not (sampling.repetition_penalty > 0.0 and math.isfinite(sampling.repetition_penalty)):
         return f"repetition_penalty {sampling.repetition_penalty} is not a number above 0"
     return None

@@ -1,8 +1,9 @@
-"""Drawing tokens from scores: temperature, top_k, top_p over what top_k left, min_p, and one point of [0, 1) a row.
+"""Drawing tokens from scores: temperature, top_k, top_p over what top_k left, min_p, typical_p over what these left,
+and one point of [0, 1) a row.
 
-A filter is the least score that it keeps, so tokens that tie at the border are kept together. What is
-kept is laid out in the order of token ids and the point picks from it. Nothing of this depends on
-the other rows: which of the two ways below a row takes, it takes in any batch.
+A filter is the least score that it keeps, or for typical_p the greatest distance, so tokens that tie at the border
+are kept together. What is kept is laid out in the order of token ids and the point picks from it. Nothing of this
+depends on the other rows: which of the two ways below a row takes, it takes in any batch.
 """
 
 from dataclasses import dataclass
@@ -24,16 +25,19 @@ FAR = 1024
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """By row: temperature above 0, top_k (0 for all), top_p, min_p."""
+    """By row: temperature above 0, top_k (0 for all), top_p, min_p, typical_p (1 for all)."""
 
     temperature: NDArray[np.float32]
     top_k: IntArray
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
+    typical_p: NDArray[np.float64]
 
     def take(self, rows: IntArray) -> "Filters":
         """Those of some rows."""
-        return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+        return Filters(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.typical_p[rows]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,8 @@ def draw_tokens(scores: torch.Tensor, vocab_size: int, filters: Filters, points:
     token_ids = np.zeros(len(scores), np.int64)
     left = np.arange(len(scores))
     peaks = scores.amax(-1, keepdim=True)
-    near = np.flatnonzero(np.where(filters.top_k > 0, filters.top_k <= NEAR, filters.top_p < 1.0))
+    is_near = np.where(filters.top_k > 0, filters.top_k <= NEAR, filters.top_p < 1.0)
+    near = np.flatnonzero(is_near & (filters.typical_p >= 1.0))
     if len(near):
         found, sure = _draw_near(*_rows(scores, peaks, near), vocab_size, filters.take(near), points[near])
         token_ids[near[sure]] = found[sure]
@@ -119,6 +124,11 @@ def _draw_far(
             limits[targets] = torch.where(sure, torch.maximum(limits[targets], found), limits[targets])
             narrowed = np.setdiff1d(narrowed, ready[sure[:, 0].cpu().numpy()], assume_unique=True)
         weights.masked_fill_(scores < limits, 0.0)
+    typical = np.flatnonzero(filters.typical_p < 1.0)
+    if len(typical):
+        targets = torch.from_numpy(typical).to(scores.device)
+        shares = torch.from_numpy(filters.typical_p[typical]).to(scores.device)
+        weights[targets] = typical_weights(weights[targets], shares[:, None])
     return pick(weights, torch.from_numpy(points).to(scores.device)).cpu().numpy()
 
 
@@ -146,6 +156,23 @@ def nucleus_limits(
     sure = (place < width) | bounded | (top_p >= 1.0) | is_all
     nucleus = highest.gather(1, place.clamp_(max=width - 1)).masked_fill_(top_p >= 1.0, -torch.inf)
     return torch.maximum(limits, nucleus), sure
+
+
+def typical_weights(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Weights [rows, vocab] with only those left whose information is nearest to its mean and that together hold the
+    shares [rows, 1] of the whole.
+
+    Locally typical sampling (Meister et al. 2022, arXiv:2202.00666): the distance of a token of probability p is
+    |-log p - H|, with H the entropy.
+    """
+    probabilities = weights.double() / weights.sum(-1, keepdim=True, dtype=torch.float64)
+    information = -probabilities.log()
+    entropy = torch.where(probabilities > 0, probabilities * information, 0.0).sum(-1, keepdim=True)
+    distances, order = (information - entropy).abs_().sort(-1)
+    upto = probabilities.gather(1, order).cumsum_(-1)
+    place = (upto < shares).sum(-1, keepdim=True).clamp_(max=weights.shape[1] - 1)
+    limits = distances.gather(1, place)
+    return weights.masked_fill((information - entropy).abs_() > limits, 0.0)
 
 
 def pick(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:

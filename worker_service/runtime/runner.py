@@ -67,6 +67,7 @@ class ModelRunner:
             row = table.remove(sequence_id)
             if row is not None:
                 self._sampler.penalties.remove(row)
+                self._sampler.edits.remove(row)
         computed = dict(zip(step.sequence_ids, checked.computed.tolist(), strict=True))
         for new in step.new_sequences:
             failed = new.sequence_id in checked.sequence_errors
@@ -74,6 +75,8 @@ class ModelRunner:
             if failed:
                 continue
             entered.append(np.asarray(new.block_ids, np.int64)[-(-computed[new.sequence_id] // table.block_size) :])
+            if table.sampling.has_edits[row]:
+                self._sampler.edits.add(row, new.sampling)
             if table.sampling.has_penalty[row]:
                 tokens = table.token_ids[row, : len(new.token_ids)].astype(np.int64)
                 prompt, so_far = np.split(tokens, [new.prompt_token_count])

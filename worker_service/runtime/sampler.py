@@ -1,6 +1,7 @@
 """From logits to tokens, for all sequences of a step at once.
 
-The order is: penalties, stop tokens masked before min_tokens, then what runtime.draws says. What a
+The order is: biases, penalties, masks (allowed and banned tokens, stop tokens before min_tokens), then what
+runtime.draws says. What a
 sequence gets does not depend on who else is in the batch.
 """
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from worker_service.runtime.draws import RUN, Filters, draw_tokens
+from worker_service.runtime.edits import TokenEdits
 from worker_service.runtime.penalties import Penalties
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SamplingColumns
@@ -37,13 +39,14 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self.penalties = Penalties(vocab_size, device)
+        self.edits = TokenEdits()
 
     def sample(self, logits: torch.Tensor, rows: IntArray, num_outputs: IntArray, sampling: SamplingColumns) -> Sampled:
         """One token for each of logits [rows, vocab_size], of the sequences at table rows `rows` that have
         `num_outputs` output tokens so far. Leaves logits as they are; records nothing."""
         masked = _is_masked(rows, num_outputs, sampling)
         random = sampling.temperature[rows] > 0
-        special = masked | random | sampling.has_penalty[rows]
+        special = masked | random | sampling.has_penalty[rows] | sampling.has_edits[rows]
         if not special.any():
             sampled = _greedy(logits)
         else:
@@ -60,10 +63,8 @@ class Sampler:
     @staticmethod
     def is_greedy(rows: IntArray, num_outputs: IntArray, sampling: SamplingColumns) -> bool:
         """Whether all that these rows ask for is the likeliest token."""
-        special = (
-            _is_masked(rows, num_outputs, sampling) | (sampling.temperature[rows] > 0) | sampling.has_penalty[rows]
-        )
-        return not (special | (sampling.num_logprobs[rows] >= 0)).any()
+        others = (sampling.temperature[rows] > 0) | sampling.has_penalty[rows] | sampling.has_edits[rows]
+        return not (others | (sampling.num_logprobs[rows] >= 0) | _is_masked(rows, num_outputs, sampling)).any()
 
     def _scores(self, logits: torch.Tensor, which: IntArray) -> torch.Tensor:
         width = -(-self._vocab_size // RUN) * RUN
@@ -73,9 +74,14 @@ class Sampler:
         return scores
 
     def _edit(self, scores: torch.Tensor, rows: IntArray, masked: BoolArray, sampling: SamplingColumns) -> None:
+        edited = bool(sampling.has_edits[rows].any())
+        if edited:
+            self.edits.bias(scores, rows)
         penalised = np.flatnonzero(sampling.has_penalty[rows])
         if len(penalised):
             self.penalties.apply(scores, penalised, rows[penalised], sampling)
+        if edited:
+            self.edits.mask(scores, rows)
         places, columns = np.nonzero((sampling.stops[rows] >= 0) & masked[:, None])
         if len(places):
             tokens = sampling.stops[rows[places], columns]
@@ -107,7 +113,13 @@ class Sampler:
         failed = ~torch.isfinite(peaks)
         if bool(failed.any()):
             scores.masked_fill_(failed, 0.0)
-        filters = Filters(sampling.temperature[rows], sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows])
+        filters = Filters(
+            sampling.temperature[rows],
+            sampling.top_k[rows],
+            sampling.top_p[rows],
+            sampling.min_p[rows],
+            sampling.typical_p[rows],
+        )
         return Sampled(draw_tokens(scores, self._vocab_size, filters, points), failed[:, 0].cpu().numpy())
 
     def _add_logprobs(self, sampled: Sampled, logits: torch.Tensor, rows: IntArray, sampling: SamplingColumns) -> None:

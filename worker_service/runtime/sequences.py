@@ -23,6 +23,9 @@ class SamplingColumns:
         self.presence_penalty = np.zeros(0, np.float32)
         self.frequency_penalty = np.zeros(0, np.float32)
         self.has_penalty = np.zeros(0, np.bool_)
+        self.has_edits = np.zeros(0, np.bool_)
+        """Whether tokens are biased, banned, or all but some."""
+        self.typical_p = np.zeros(0, np.float64)
         self.min_tokens = np.zeros(0, np.int64)
         self.seed = np.zeros(0, np.uint64)
         self.sequence_index = np.zeros(0, np.int64)
@@ -49,6 +52,8 @@ class SamplingColumns:
         self.has_penalty[row] = (
             sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
         )
+        self.has_edits[row] = bool(sampling.biases or sampling.allowed_token_ids or sampling.banned_token_ids)
+        self.typical_p[row] = sampling.typical_p
         self.min_tokens[row] = sampling.min_tokens
         self.seed[row] = np.uint64(sampling.seed)
         self.sequence_index[row] = sampling.sequence_index

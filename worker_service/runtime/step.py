@@ -20,6 +20,11 @@ class Sampling:
     seed: int = 0
     sequence_index: int = 0
     logprobs: int | None = None
+    typical_p: float = 1.0
+    biased_token_ids: tuple[int, ...] = ()
+    biases: tuple[float, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,28 @@ def test_a_stop_token_ends_the_sequence_and_steps_in_flight_pass(driver: Driver,
     assert other.output == reference[5][: len(other.output)]
 
 
+def test_edited_logits_keep_to_their_own_sequence(driver: Driver, reference: list[list[int]]) -> None:
+    """Also after a preemption, and when another sequence takes the row."""
+    first, second = reference[0][0], reference[1][0]
+    driver.add(0, prompts()[0], Sampling(allowed_token_ids=(3, 9, 40)))
+    driver.add(1, prompts()[1], Sampling(banned_token_ids=(second,)))
+    driver.add(2, prompts()[0], Sampling(biased_token_ids=(77,), biases=(1e4,)))
+    driver.add(3, prompts()[0])
+    driver.run(3)
+    driver.preempt(0)
+    driver.run(6)
+    allowed, banned, biased, plain = outputs(driver)
+    assert set(allowed) <= {3, 9, 40}
+    assert banned[0] != second
+    assert biased == [77] * 6
+    assert plain == reference[0][:6]
+    for sequence_id in range(4):
+        driver.finish(sequence_id)
+    driver.add(9, prompts()[0])
+    driver.run(1)
+    assert outputs(driver) == [[first]]
+
+
 def test_min_tokens_masks_stop_tokens(driver: Driver, reference: list[list[int]]) -> None:
     expected, prompt = reference[6], prompts()[6]
     sequence = driver.add(1, prompt, Sampling(stop_token_ids=(expected[0], expected[1], VOCAB + 5), min_tokens=2))

@@ -32,6 +32,8 @@ class Rows:
             if self.columns.has_penalty[row]:
                 prompt, output = (np.asarray(ids, np.int64) for ids in self.history[row])
                 self.sampler.penalties.add(row, prompt, output)
+            if self.columns.has_edits[row]:
+                self.sampler.edits.add(row, sampling)
 
     def sample(self, logits: torch.Tensor, rows: list[int] | None = None) -> Sampled:
         chosen = np.asarray(rows if rows is not None else range(len(logits)), np.int64)
@@ -41,6 +43,8 @@ class Rows:
 
 def reference_scores(logits: list[float], sampling: Sampling, prompt: list[int], output: list[int]) -> list[float]:
     scores, counts = list(logits), Counter(output)
+    for token, bias in zip(sampling.biased_token_ids, sampling.biases, strict=True):
+        scores[token] += bias
     for token in {*prompt, *output}:
         factor = sampling.repetition_penalty
         scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
@@ -48,6 +52,9 @@ def reference_scores(logits: list[float], sampling: Sampling, prompt: list[int],
         scores[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
     if len(output) < sampling.min_tokens:
         for token in sampling.stop_token_ids:
+            scores[token] = -math.inf
+    for token in range(len(scores)):
+        if token in sampling.banned_token_ids or token not in (sampling.allowed_token_ids or (token,)):
             scores[token] = -math.inf
     return scores
 
@@ -66,7 +73,20 @@ def reference_weights(scores: list[float], sampling: Sampling) -> list[float]:
             if kept >= sampling.top_p * total:
                 break
         weights = [weight if weight >= least else 0.0 for weight in weights]
-    return [weight if weight >= sampling.min_p else 0.0 for weight in weights]
+    weights = [weight if weight >= sampling.min_p else 0.0 for weight in weights]
+    if sampling.typical_p < 1.0:
+        total, kept, farthest = sum(weights), 0.0, 0.0
+        shares = {token: weight / total for token, weight in enumerate(weights) if weight}
+        entropy = -sum(share * math.log(share) for share in shares.values())
+        distances = {token: abs(-math.log(share) - entropy) for token, share in shares.items()}
+        for token in sorted(distances, key=distances.__getitem__):
+            kept, farthest = kept + shares[token], distances[token]
+            if kept >= sampling.typical_p:
+                break
+        weights = [
+            weight if distances.get(token, math.inf) <= farthest else 0.0 for token, weight in enumerate(weights)
+        ]
+    return weights
 
 
 def reference_token(logits: list[float], sampling: Sampling, prompt: list[int], output: list[int]) -> int:
@@ -88,7 +108,16 @@ def reference_token(logits: list[float], sampling: Sampling, prompt: list[int], 
 
 
 def random_sampling(rng: random.Random, vocab: int) -> Sampling:
+    biased = tuple(rng.sample(range(vocab), rng.choice((0, 0, 2))))
+    allowed = tuple(rng.sample(range(vocab), rng.choice((0, 0, 0, vocab // 2))))
+    stops = tuple(rng.sample(range(vocab), rng.choice((0, 1, min(9, vocab // 3)))))
+    left = set(allowed or range(vocab)) - set(stops)
     return Sampling(
+        biased_token_ids=biased,
+        biases=tuple(rng.uniform(-5, 5) for _ in biased),
+        allowed_token_ids=allowed if left else (),
+        banned_token_ids=tuple(rng.sample(sorted(left), min(len(left) - 1, 1))) if len(left) > 1 else (),
+        typical_p=rng.choice((1.0, 1.0, 0.3, 0.95)),
         temperature=rng.choice((0.0, 0.3, 1.0, 1.0, 2.5)),
         top_k=rng.choice((0, 0, 1, 5, 70, vocab - 1, vocab + 3)),
         top_p=rng.choice((1.0, 1.0, 0.2, 0.9, 0.999)),
@@ -96,7 +125,7 @@ def random_sampling(rng: random.Random, vocab: int) -> Sampling:
         repetition_penalty=rng.choice((1.0, 1.0, 1.4, 0.7)),
         presence_penalty=rng.choice((0.0, 0.0, 1.5, -1.0)),
         frequency_penalty=rng.choice((0.0, 0.0, 0.4, -0.3)),
-        stop_token_ids=tuple(rng.sample(range(vocab), rng.choice((0, 1, min(9, vocab // 3))))),
+        stop_token_ids=stops,
         min_tokens=rng.choice((0, 100)),
         seed=rng.randrange(2**64),
         sequence_index=rng.randrange(64),
@@ -134,6 +163,21 @@ def test_every_row_equals_the_reference(vocab: int) -> None:
         Sampling(temperature=1.5, min_p=0.2),
         Sampling(temperature=1.2, top_k=9, top_p=0.9, min_p=0.02),
         Sampling(temperature=1.0, repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.4),
+        Sampling(temperature=1.0, typical_p=0.6),
+        Sampling(temperature=1.3, top_p=0.9, typical_p=0.8),
+        Sampling(temperature=1.0, biased_token_ids=(1, 15), biases=(-2.0, 3.5)),
+        Sampling(temperature=1.0, banned_token_ids=(0, 2, 3)),
+        Sampling(temperature=2.0, allowed_token_ids=(4, 5, 9, 11), biased_token_ids=(5,), biases=(1.0,)),
+        Sampling(
+            temperature=1.5,
+            top_k=12,
+            top_p=0.95,
+            typical_p=0.9,
+            frequency_penalty=0.4,
+            banned_token_ids=(1,),
+            biased_token_ids=(8,),
+            biases=(2.0,),
+        ),
     ],
 )
 def test_frequencies_are_the_probabilities(sampling: Sampling) -> None:
