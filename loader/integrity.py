@@ -1,0 +1,222 @@
+"""Whether files hold what they were published with: each is read once, and the result remembered. Imports no torch.
+
+Headers cannot tell a file of the right size with wrong bytes from a sound one. Where a SHA-256 is known (see
+`loader.known_hashes`) a file is held against it before it is first loaded. The result is kept under the cache directory
+by path, size, time of change, inode and device, so that later loads cost nothing; any change has the file read again.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from loader.checkpoint import Checkpoint
+from loader.errors import CheckpointError, LoadCancelled
+from loader.files import open_regular, read_json_object
+from loader.known_hashes import KnownHashes
+from loader.sources.cache import default_directory
+from loader.sources.lock import Waiting, acquire
+from loader.tensors import TensorInfo
+
+_READ_BYTES = 4 << 20
+_MAX_THREADS = 8
+# Files beside the weights that say how to use them.
+_SMALL_NAMES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What became of a checkpoint's files. `verified` were read now, `remembered` had been before, and of `unknown`
+    nothing tells what they ought to hold."""
+
+    verified: tuple[Path, ...]
+    remembered: tuple[Path, ...]
+    unknown: tuple[Path, ...]
+
+
+def verify_once(
+    checkpoint: Checkpoint, progress: Progress | None = None, cancelled: Callable[[], bool] | None = None
+) -> Verification:
+    """Holds the files against the hashes that are known of them, unless that was done before. Raises like
+    `verify_files`."""
+    return verify_files(checkpoint, progress or _unheard, cancelled or _never)
+
+
+def verify_files(
+    checkpoint: Checkpoint, progress: Progress, cancelled: Callable[[], bool], *, again: bool = False
+) -> Verification:
+    """Holds the files of a checkpoint against the hashes that are known of them; with `again`, those done before too.
+
+    Files are read in parallel; `progress` gets bytes read and bytes to read. Of several processes on one machine that
+    load the same checkpoint one reads, and the others wait for what it finds. Raises CheckpointError "invalid" for the
+    first file whose content is another, with both hashes; LoadCancelled.
+    """
+    known = KnownHashes()
+    hashes = [(path, known.of(path)) for path in _files(checkpoint)]
+    unknown = tuple(path for path, sha256 in hashes if sha256 is None and path.name not in _SMALL_NAMES)
+    wanted = [(path, sha256) for path, sha256 in hashes if sha256 is not None]
+    memory = _Memory(checkpoint.path)
+    rest = wanted if again else memory.missing(wanted)
+    if rest:
+        with memory.alone(cancelled):
+            rest = rest if again else memory.missing(rest)
+            _verify_all(rest, memory, progress, cancelled)
+    done = {path for path, _ in rest}
+    remembered = tuple(path for path, _ in wanted if path not in done)
+    return Verification(tuple(path for path, _ in rest), remembered, unknown)
+
+
+def _files(checkpoint: Checkpoint) -> list[Path]:
+    """The files of weights, and the small ones that are there, in order."""
+    weights = {part.file for info in checkpoint.tensors.values() for part in _parts(info)}
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    return sorted(weights | {folder / name for name in _SMALL_NAMES if (folder / name).is_file()})
+
+
+def _parts(info: TensorInfo) -> Iterator[TensorInfo]:
+    if not info.pieces:
+        yield info
+    for piece in info.pieces:
+        yield from _parts(piece.info)
+
+
+def _verify_all(
+    wanted: Sequence[tuple[Path, str]], memory: "_Memory", progress: Progress, cancelled: Callable[[], bool]
+) -> None:
+    total = sum(_size(path) for path, _ in wanted)
+    counter = _Counter(progress, total)
+    stopped = False
+
+    def verify(path: Path, expected: str) -> None:
+        with open_regular(path) as (descriptor, status):
+            digest, offset = hashlib.sha256(), 0
+            while data := os.pread(descriptor, _READ_BYTES, offset):
+                if stopped or cancelled():
+                    raise LoadCancelled
+                digest.update(data)
+                offset += len(data)
+                counter.add(path, offset)
+        found = digest.hexdigest()
+        if found != expected:
+            raise _wrong_content(path, expected, found)
+        memory.add(path, status, expected)
+
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="verify") as pool:
+        futures = [pool.submit(verify, path, expected) for path, expected in wanted]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        stopped = True
+        for future in futures:
+            future.cancel()
+        # What was stopped because of another says less than that other.
+        errors = [error for error in (future.exception() for future in done) if error is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, LoadCancelled)):
+            raise error
+
+
+class _Counter:
+    """Adds up what several threads have read."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._read: dict[Path, int] = {}
+
+    def add(self, path: Path, num_bytes: int) -> None:
+        self._read[path] = num_bytes
+        self._progress(min(self._total, sum(list(self._read.values()))), self._total)
+
+
+class _Memory:
+    """What is known to be sound of one checkpoint. Without a folder to write to, nothing is remembered."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._folder = default_directory() / "verified"
+        key = hashlib.sha256(os.fsencode(os.path.realpath(checkpoint))).hexdigest()[:32]
+        self._path = self._folder / f"{key}.json"
+        self._adding = threading.Lock()
+
+    def missing(self, wanted: Sequence[tuple[Path, str]]) -> list[tuple[Path, str]]:
+        """Those that were not found to have their hash, or have changed since."""
+        held = self._read()
+        return [(path, expected) for path, expected in wanted if held.get(str(path)) != _facts_now(path, expected)]
+
+    def add(self, path: Path, status: os.stat_result, sha256: str) -> None:
+        """Remembers what was found, if the file is still the one that was read. May be called by several threads."""
+        facts = _facts(status, sha256)
+        with self._adding, contextlib.suppress(OSError):
+            if facts == _facts_now(path, sha256):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                new = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.new")
+                new.write_text(json.dumps({**self._read(), str(path): facts}), encoding="utf-8")
+                os.replace(new, self._path)
+
+    @contextlib.contextmanager
+    def alone(self, cancelled: Callable[[], bool]) -> Iterator[None]:
+        """Keeps other processes from the same work; where that cannot be had, it is done twice."""
+        lock = None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = acquire(self._path.with_suffix(".lock"), Waiting(cancelled=cancelled, measure=self._num_bytes))
+        except (OSError, CheckpointError):
+            pass
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _read(self) -> dict[str, object]:
+        try:
+            return read_json_object(self._path)
+        except CheckpointError:
+            return {}
+
+    def _num_bytes(self) -> int:
+        """Grows with each file that another process has verified."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+
+def _facts(status: os.stat_result, sha256: str) -> list[object]:
+    return [status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev, sha256]
+
+
+def _facts_now(path: Path, sha256: str) -> list[object] | None:
+    try:
+        return _facts(path.stat(), sha256)
+    except OSError:
+        return None
+
+
+def _size(path: Path) -> int:
+    with open_regular(path) as (_, status):
+        return status.st_size
+
+
+def _wrong_content(path: Path, expected: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        "invalid",
+        f"{path} does not hold what it was published with: its SHA-256 is {found[:12]}…, expected {expected[:12]}…",
+        "download the file again; if it was changed on purpose, correct the list of hashes beside it",
+        file=path,
+        expected=expected,
+        found=found,
+    )
+
+
+def _unheard(_done: int, _total: int) -> None:
+    return
+
+
+def _never() -> bool:
+    return False
