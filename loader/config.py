@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from loader.quantised.config import Quantisation
+
 Norms = Literal["before", "after", "around"]
 
 
@@ -33,6 +35,18 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherModel:
+    """A model of none of our families, to be run by transformers' own definition of it.
+
+    `content` is that of config.json. `tensors` are the shapes of those that its checkpoint holds, by name: which of
+    them the model needs only transformers can tell.
+    """
+
+    content: Mapping[str, object]
+    tensors: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder.
 
@@ -48,6 +62,7 @@ class ModelConfig:
     `embedding_scale` multiplies embeddings, after rounding to the model's type. `attention_scale` multiplies scores;
     None stands for head_dim ** -0.5. A softcap c maps scores, or logits, x to c * tanh(x / c). `local_rope` takes the
     place of `rope` in the sliding layers. Of each head the first `rotary_dim` values are rotated; None for all.
+    After the last layer a checkpoint may store `num_unused_layers` more, which only speculation would use.
     """
 
     architecture: str
@@ -83,3 +98,6 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     rotary_dim: int | None = None
     experts: ExpertsConfig | None = None
+    other: OtherModel | None = None
+    num_unused_layers: int = 0
+    quantisation: Quantisation | None = None

@@ -12,6 +12,7 @@ from loader.errors import CheckpointError
 from loader.families import FAMILIES, Family
 from loader.fields import Fields
 from loader.files import read_json_object
+from loader.hf_other import OTHER, common_content, is_other_causal_lm, other_model
 from loader.hf_rope import read_ropes, read_rotary_dim
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
@@ -19,6 +20,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 _EXPERT_BOUNDS = (1, 1 << 14)
+_QUANTISED = ("quantization_config", "compression_config")
 
 
 def read_hf_config(folder: Path, stored_dtype: str, content: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -32,9 +34,12 @@ def read_hf_config(folder: Path, stored_dtype: str, content: Mapping[str, Any] |
     path = folder / "config.json"
     content = read_json_object(path) if content is None else content
     values = Fields(path, content)
-    architecture = _architecture(path, content)
-    family = FAMILIES[architecture]
-    _refuse_unsupported(values)
+    architecture, other = _architecture(path, content), None
+    family = FAMILIES.get(architecture, OTHER)
+    if family is OTHER:
+        other = other_model(content)
+        values = Fields(path, common_content(content))
+    _refuse_unsupported(values, family)
     hidden_size = values.integer("hidden_size", fields.HIDDEN_BOUNDS)
     num_heads = values.integer("num_attention_heads", fields.HEAD_BOUNDS)
     vocab_size = values.integer("vocab_size", fields.VOCAB_BOUNDS)
@@ -43,9 +48,7 @@ def read_hf_config(folder: Path, stored_dtype: str, content: Mapping[str, Any] |
     size = head_dim(values, "head_dim", hidden_size, num_heads, family.head_dim)
     rotary_dim = read_rotary_dim(values, family, size)
     rope, local_rope = read_ropes(values, family, rotary_dim)
-    generation = _generation_fields(folder, values)
-    bos = generation.token_ids("bos_token_id", vocab_size) or values.token_ids("bos_token_id", vocab_size)
-    eos = generation.token_ids("eos_token_id", vocab_size) or values.token_ids("eos_token_id", vocab_size)
+    bos, eos = (_token_ids(folder, values, name, vocab_size) for name in ("bos_token_id", "eos_token_id"))
     config = ModelConfig(
         architecture=architecture,
         family=family.name,
@@ -75,6 +78,7 @@ def read_hf_config(folder: Path, stored_dtype: str, content: Mapping[str, Any] |
         local_rope=local_rope,
         rotary_dim=None if rotary_dim == size else rotary_dim,
         experts=_experts(values, family, num_layers),
+        other=other,
     )
     return _with_details(config, values, family)
 
@@ -121,10 +125,20 @@ def _architecture(path: Path, content: Mapping[str, Any]) -> str:
     for name in names:
         if name in SUPPORTED_ARCHITECTURES:
             return str(name)
+    if is_other_causal_lm(content, names[0]):
+        return str(names[0])
     raise unsupported_architecture(path, ", ".join(names)[:200], SUPPORTED_ARCHITECTURES)
 
 
-def _refuse_unsupported(values: Fields) -> None:
+def _refuse_unsupported(values: Fields, family: Family) -> None:
+    if any(values.values.get(name) for name in _QUANTISED) and family is OTHER:
+        raise CheckpointError(
+            "unsupported",
+            f"{values.file}: the weights are quantised, and the model is none of {', '.join(FAMILIES)}",
+            "use the unquantised model",
+            file=values.file,
+            expected="no quantization_config",
+        )
     if values.boolean("use_bidirectional_attention", default=False):
         raise CheckpointError(
             "unsupported",
@@ -230,9 +244,10 @@ def _sliding_layers(values: Fields, family: Family, num_layers: int) -> tuple[in
     return tuple(range(values.integer("max_window_layers", (0, 1 << 20), 28), num_layers))
 
 
-def _generation_fields(folder: Path, config: Fields) -> Fields:
+def _token_ids(folder: Path, values: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    return Fields(path, read_json_object(path)) if path.exists() else Fields(config.file, {})
+    generation = Fields(path, read_json_object(path)) if path.exists() else Fields(values.file, {})
+    return generation.token_ids(name, vocab_size) or values.token_ids(name, vocab_size)
 
 
 def _dtype(values: Fields, stored_dtype: str) -> str:

@@ -2,9 +2,12 @@
 the reader and for the layers that compute. Pure functions; imports no torch."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from loader.config import ExpertsConfig, ModelConfig, Norms
+from loader.quantised.config import Quantisation
+from loader.quantised.schemes import Scheme
 from loader.shares import (
     RankPlace,
     Share,
@@ -16,28 +19,37 @@ from loader.shares import (
 )
 from loader.tensors import WeightSlice
 
+_NOT_SPLIT = "it runs through transformers' own definition, which is not split"
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A product with the weight [outputs.size, inputs.size], of which a rank holds its shares.
 
     At most one of the shares is not whole: the outputs' where a layer is split by columns, the inputs' where it is
-    split by rows. `name` is the tensors' without ".weight" or ".bias"; `bias` tells whether this rank adds one.
+    split by rows. `name` is the tensors' without ".weight" or ".bias"; `bias` tells whether this rank adds one, and
+    `scheme` how the weight is stored where it is quantised.
     """
 
     name: str
     outputs: Share
     inputs: Share
     bias: bool = False
+    scheme: Scheme | None = None
 
     def slices(self) -> Iterator[WeightSlice]:
-        """What is wanted of the checkpoint where the weight is stored as it is."""
+        """What is wanted of the checkpoint."""
+        if self.scheme is None:
+            yield self._weight_slice()
+        else:
+            yield from self.scheme.parts(self.name, self.outputs, self.inputs)
+        yield from self.bias_slices()
+
+    def _weight_slice(self) -> WeightSlice:
         shape = (self.outputs.size, self.inputs.size)
         if self.inputs.is_whole:
-            yield WeightSlice(f"{self.name}.weight", shape, 0, self.outputs.start, self.outputs.stop)
-        else:
-            yield WeightSlice(f"{self.name}.weight", shape, 1, self.inputs.start, self.inputs.stop)
-        yield from self.bias_slices()
+            return WeightSlice(f"{self.name}.weight", shape, 0, self.outputs.start, self.outputs.stop)
+        return WeightSlice(f"{self.name}.weight", shape, 1, self.inputs.start, self.inputs.stop)
 
     def bias_slices(self) -> Iterator[WeightSlice]:
         """The bias, where this rank adds one."""
@@ -78,7 +90,24 @@ class Embedding:
         yield WeightSlice(f"{self.name}.weight", shape, 0, self.rows.start, self.rows.stop)
 
 
-Parameter = Linear | Vector | Embedding
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a model whose layers we do not know, which the one rank takes as it is stored."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many values it has."""
+        return prod(self.shape)
+
+    def slices(self) -> Iterator[WeightSlice]:
+        """What is wanted of the checkpoint."""
+        yield WeightSlice(self.name, self.shape)
+
+
+Parameter = Linear | Vector | Embedding | Stored
 
 
 def parameters(config: ModelConfig, place: RankPlace) -> Iterator[Parameter]:
@@ -86,6 +115,28 @@ def parameters(config: ModelConfig, place: RankPlace) -> Iterator[Parameter]:
 
     Raises ValueError for a size that cannot split the model.
     """
+    for parameter in _unquantised(config, place):
+        if isinstance(parameter, Linear) and config.quantisation is not None:
+            yield _with_scheme(parameter, config.quantisation)
+        else:
+            yield parameter
+
+
+def _with_scheme(part: Linear, quantisation: Quantisation) -> Linear:
+    scheme = quantisation.schemes.get(part.name)
+    if scheme is None:
+        return part
+    # Of a product that is split by rows one rank adds the bias.
+    bias = part.bias or (part.name in quantisation.biased and part.inputs.start == 0)
+    return replace(part, scheme=scheme, bias=bias)
+
+
+def _unquantised(config: ModelConfig, place: RankPlace) -> Iterator[Parameter]:
+    if config.other is not None:
+        if place != RankPlace():
+            raise ValueError(_NOT_SPLIT)
+        yield from (Stored(name, shape) for name, shape in config.other.tensors.items())
+        return
     shares = _Shares.of(config, place)
     for layer in stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size):
         yield from _layer(config, shares, layer)
@@ -109,6 +160,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def tensor_parallel_problem(config: ModelConfig, size: int) -> str | None:
     """Why the model cannot be split over `size` tensor-parallel ranks; None when it can."""
+    if config.other is not None:
+        return _NOT_SPLIT if size > 1 else None
     rules: tuple[Callable[[], Share], ...] = (
         lambda: even_share(config.num_heads, 0, size, what="the number of heads"),
         lambda: grouped_share(config.num_kv_heads, 0, size),
@@ -122,6 +175,18 @@ def tensor_parallel_problem(config: ModelConfig, size: int) -> str | None:
         except ValueError as error:
             return str(error)
     return None
+
+
+def pipeline_parallel_problem(config: ModelConfig, num_stages: int) -> str | None:
+    """Why the model cannot be split over `num_stages` pipeline stages; None when it can."""
+    if num_stages > max_pipeline_parallel_size(config):
+        return _NOT_SPLIT if config.other is not None else f"the model has {config.num_layers} layers"
+    return None
+
+
+def max_pipeline_parallel_size(config: ModelConfig) -> int:
+    """The most pipeline stages that the model can be split over."""
+    return 1 if config.other is not None else config.num_layers
 
 
 def tensor_parallel_sizes(config: ModelConfig) -> tuple[int, ...]:

@@ -40,7 +40,8 @@ class WeightSlice:
     """The part `[start, stop)` along `dim` of the tensor `name`; all of it when `dim` is None.
 
     `shape` is the shape of the whole tensor, which the checkpoint must agree with. `as_stored` asks for the values in
-    the type they are stored in (the words and scales of quantised weights) and not in the model's.
+    the type they are stored in (the words and scales of quantised weights) and not in the model's; then `dtypes` are
+    the storage types they may have.
     """
 
     name: str
@@ -49,6 +50,7 @@ class WeightSlice:
     start: int = 0
     stop: int = 0
     as_stored: bool = False
+    dtypes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dim is None:

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loader.checkpoint import open_checkpoint
-from loader.layout import weight_slices
+from loader.quantised.load import load_rank
+from loader.quantised.rounding import Rounding
 from loader.shares import RankPlace
-from loader.weights import load_weights
 from worker_service.models.decoder import Decoder
 from worker_service.models.registry import build_model
 from worker_service.runtime.executor import TorchExecutor
@@ -33,12 +33,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def load_tiny(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_tiny(path: Path, dtype: torch.dtype = torch.float32, rounding: Rounding | None = None) -> Decoder:
     """The model of a checkpoint, weights placed."""
     checkpoint = open_checkpoint(path)
     model = build_model(checkpoint.config, RankPlace(), None)
-    wanted = weight_slices(model.config, model.rank_place)
-    tensors = load_weights(checkpoint, wanted, dtype=dtype, progress=lambda _: None, cancelled=lambda: False)
+    tensors = load_rank(
+        checkpoint, RankPlace(), dtype=dtype, rounding=rounding, progress=lambda _: None, cancelled=lambda: False
+    )
     model.place_weights(tensors)
     assert not tensors
     return model

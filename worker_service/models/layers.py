@@ -10,7 +10,9 @@ import torch
 from torch.nn import functional
 
 from loader.layout import Embedding, Linear, Vector
+from loader.quantised.packed import take_packed
 from worker_service.kernels.linear import LinearKernel, make_linear
+from worker_service.kernels.quantised import make_joined_linear, make_quantised_linear
 from worker_service.models.collectives import Collectives
 
 Tensors = dict[str, torch.Tensor]
@@ -25,11 +27,7 @@ class ColumnParallelLinear:
 
     def place(self, tensors: Tensors) -> None:
         """Takes its tensors out of `tensors`."""
-        weight = torch.cat([tensors.pop(f"{part.name}.weight") for part in self._parts])
-        bias = None
-        if self._parts[0].bias:
-            bias = torch.cat([tensors.pop(f"{part.name}.bias") for part in self._parts])
-        self._linear = make_linear(weight, bias)
+        self._linear = _take_product(self._parts, tensors)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, this rank's rows of all parts]."""
@@ -46,8 +44,7 @@ class RowParallelLinear:
 
     def place(self, tensors: Tensors) -> None:
         """Takes its tensors out of `tensors`."""
-        weight = tensors.pop(f"{self._part.name}.weight")
-        self._linear = make_linear(weight, tensors.pop(f"{self._part.name}.bias") if self._part.bias else None)
+        self._linear = _take_product([self._part], tensors)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, this rank's columns] -> [rows, out_features], whole on every rank."""
@@ -88,7 +85,14 @@ class LmHead:
 
     def place(self, tensors: Tensors) -> None:
         """Takes its tensors out of `tensors`."""
-        self.share(tensors.pop(f"{self._part.name}.weight"))
+        packed = take_packed(self._part.name, tensors)
+        if packed is None:
+            self.share(tensors.pop(f"{self._part.name}.weight"))
+            return
+        linear, missing = make_quantised_linear(packed), self._width - len(self._part.outputs)
+        self._linear = linear
+        if self._group is not None and missing:
+            self._linear = lambda x: functional.pad(linear(x), (0, missing))
 
     def share(self, weight: torch.Tensor) -> None:
         """Uses this rank's rows of the vocabulary, [rows, hidden_size]."""
@@ -182,6 +186,15 @@ class ProjectionNorms:
         factors = (sums / sums.new_tensor(self._num_summed) + self._eps).rsqrt()
         normalised = torch.cat([part * factors[:, i : i + 1] for i, part in enumerate(parts)], -1)
         return (normalised * self._weight).to(x.dtype).view(x.shape)
+
+
+def _take_product(parts: Sequence[Linear], tensors: Tensors) -> LinearKernel:
+    """The product of one input with the weights of all parts, which are taken out of `tensors`."""
+    packed = [take_packed(part.name, tensors) for part in parts]
+    weights = [
+        tensors.pop(f"{part.name}.weight") if kept is None else kept for part, kept in zip(parts, packed, strict=True)
+    ]
+    return make_joined_linear(weights, [tensors.pop(f"{part.name}.bias") if part.bias else None for part in parts])
 
 
 def _not_placed(_x: torch.Tensor) -> torch.Tensor:

@@ -251,11 +251,6 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     assert "FancyForCausalLM" in refused(tmp_path, architectures=["FancyForCausalLM"]).message
 
 
-def test_quantised_checkpoint_is_refused_by_method(tmp_path: Path) -> None:
-    error = refused(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert (error.code, error.found) == ("unsupported", "gptq")
-
-
 def test_partial_rotary(tmp_path: Path) -> None:
     assert refused(tmp_path, partial_rotary_factor=0.5).code == "unsupported"
 
