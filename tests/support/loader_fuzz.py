@@ -13,20 +13,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from loader.adapters.adapter import open_adapter
+from loader.adapters.load import LoadedAdapter, load_adapter
+from loader.adapters.merge import merge_adapter
+from loader.adapters.parts import adapter_bytes
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError
 from loader.inspection import Wish, inspect_checkpoint
+from loader.shares import RankPlace
 from loader.tokenizer import load_tokenizer
 from loader.weights import WeightSlice, load_weights
 from tests.support.mutations import GgufParts, damaged_bytes, damaged_json
+from tests.support.tiny_adapter import EMBEDDING, PREFIX, adapter_tensors, layer_modules, write_adapter
 from tests.support.tiny_checkpoint import make_tiny_llama
 from tests.support.tiny_gguf import gguf_name, make_tiny_gguf
 
-KINDS = ("shards", "config", "tokenizer", "gguf", "sentencepiece")
+KINDS = ("shards", "config", "tokenizer", "gguf", "sentencepiece", "adapter")
 _GGUF_KINDS = ("gguf", "sentencepiece")
 MAX_CASE_S = 3.0
 # Beside what the process has after its first loads. The files have less than half a MB.
@@ -44,7 +51,8 @@ Damage = Callable[[random.Random], Mapping[str, bytes]]
 def main(kind: str, seed: int, first: int, stop: int, folder: Path) -> None:
     """Runs the cases [first, stop). Raises at the first that ends in anything but a right load or a refusal."""
     torch.set_num_threads(1)
-    path, damage = _gguf(kind, folder) if kind in _GGUF_KINDS else _safetensors(kind, folder)
+    make = _gguf if kind in _GGUF_KINDS else _adapter if kind == "adapter" else _safetensors
+    path, damage = make(kind, folder)
     sound = {file.name: file.read_bytes() for file in folder.iterdir()}
     reference = _load(path, kind)
     if reference is None:
@@ -107,8 +115,54 @@ def _gguf(kind: str, folder: Path) -> tuple[Path, Damage]:
     return path, damage
 
 
-def _load(path: Path, kind: str) -> Checkpoint | None:
+def _adapter(kind: str, folder: Path) -> tuple[Path, Damage]:
+    del kind
+    base = make_tiny_llama(_base_of(folder), num_layers=1, hidden_size=16, heads=2, kv_heads=1, intermediate_size=32)
+    config = open_checkpoint(base).config
+    modules = dict.fromkeys([*layer_modules(config, "q_proj", "down_proj"), EMBEDDING], 4)
+    tensors = {**adapter_tensors(config, modules), f"{PREFIX}model.norm.weight": np.ones(16, np.float32)}
+    options = {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "modules_to_save": ["model.norm"]}
+    patterns = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {r".*\.0\..*": 2}}
+    write_adapter(folder, tensors, **options, **patterns)
+    sound = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def damage(rng: random.Random) -> Mapping[str, bytes]:
+        if rng.random() < 0.5:
+            return {"adapter_model.safetensors": _damaged_safetensors(rng, sound["adapter_model.safetensors"])}
+        return {"adapter_config.json": damaged_json(rng, sound["adapter_config.json"])}
+
+    return folder, damage
+
+
+def _base_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-base")
+
+
+def _load_adapter(path: Path) -> LoadedAdapter | None:
+    """Does all that a check and a load do with an adapter; None when it is refused."""
+    base = open_checkpoint(_base_of(path))
+    try:
+        adapter = open_adapter(path, base.config)
+        adapter_bytes(adapter, RankPlace(1, 2))
+        loaded = load_adapter(adapter, RankPlace())
+        wanted = [WeightSlice(name, info.shape) for name, info in base.tensors.items()]
+        weights = load_weights(base, wanted, dtype=torch.float32, progress=lambda _: None, cancelled=lambda: False)
+        merge_adapter(weights, loaded)
+    except CheckpointError as error:
+        check_refusal(error)
+        return None
+    expected = load_file(adapter.weights_file)
+    for factors, module in ((loaded.factors[name], module) for name, module in adapter.modules.items()):
+        for tensor, info in ((factors.a, module.a), (factors.b, module.b)):
+            if not torch.equal(tensor.view(torch.uint8), expected[info.name].view(torch.uint8)):
+                raise ValueError(f"{info.name} was loaded wrongly")
+    return loaded
+
+
+def _load(path: Path, kind: str) -> Checkpoint | LoadedAdapter | None:
     """Does all that a check and a start do with a checkpoint; None when it is refused."""
+    if kind == "adapter":
+        return _load_adapter(path)
     try:
         checkpoint = open_checkpoint(path)
         inspect_checkpoint(checkpoint, Wish(2, 1, memory_bytes=1 << 30))
