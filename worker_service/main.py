@@ -223,9 +223,10 @@ def _make_runtime(settings: WorkerSettings) -> Runtime:
 
         return SimRuntime(settings)
     # Imports torch: on the device thread, so that the server listens meanwhile.
+    from worker_service.runtime.restart_store import RestartStore
     from worker_service.runtime.worker import WorkerRuntime
 
-    return WorkerRuntime(settings)
+    return WorkerRuntime(settings, RestartStore.of_settings(settings.restart_store, settings.restart_store_bytes))
 
 
 def _fingerprint(path: Path) -> str:

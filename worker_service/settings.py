@@ -31,6 +31,16 @@ class WorkerSettings(BaseModel):
     kv_cache_bytes: int | None = Field(
         None, ge=1, le=2**50, description="Bytes for the KV cache; by default what memory_fraction leaves."
     )
+    restart_store: str = Field(
+        "auto",
+        min_length=1,
+        max_length=4096,
+        description='Folder on a tmpfs, of mode 0700, that keeps packed weights for a restart; "auto" keeps them in '
+        '/dev/shm/stepwire-UID while the service lives, where that costs no memory; "off" keeps none.',
+    )
+    restart_store_bytes: int | None = Field(
+        None, ge=1, le=2**50, description="Most bytes that restart_store may hold; by default what its tmpfs has."
+    )
     sim_compute_flops: float = Field(
         0.0, ge=0.0, le=1e24, description="Arithmetic of a simulated device, in FLOP/s; 0 is without limit."
     )

@@ -67,7 +67,7 @@ class FakeRuntime:
             if cancelled():
                 raise LoadCancelled
         self._fail("load_model")
-        progress("pack", self.total_bytes, self.total_bytes)
+        progress("attach", self.total_bytes, self.total_bytes)
         resolved = "float32" if dtype == "auto" else dtype
         return LoadSummary(
             fingerprint_of(path), "FakeForCausalLM", 4096, resolved, KV_BYTES_PER_TOKEN, VOCAB_SIZE, 512, False, 7
@@ -89,6 +89,9 @@ class FakeRuntime:
     def reset(self, phase: Phase) -> None:
         self._begin("reset")
         self.sequences.clear()
+
+    def close(self) -> None:
+        self._begin("close")
 
     def execute(self, step: StepInput) -> StepOutput:
         self._begin("execute")

@@ -117,7 +117,7 @@ class Lifecycle:
         return self.session
 
     async def shut_down(self, reason: StepwireError) -> None:
-        """Stops a load, ends the step stream after the step that is running, and waits for the device."""
+        """Stops a load, ends the step stream after the step that is running, and closes the runtime."""
         for load in self._loads:
             load.cancel_reason = reason
         if self.session is not None:
@@ -125,7 +125,7 @@ class Lifecycle:
         if self._changes:
             await asyncio.wait(set(self._changes))
         with suppress(DeviceStopped):
-            await self._device.run(lambda _runtime: None)
+            await self._device.run(lambda runtime: runtime.close())
 
     def _interrupt(self, reason: StepwireError) -> None:
         for load in self._loads:

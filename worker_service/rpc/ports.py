@@ -20,7 +20,7 @@ class Runtime(Protocol):
     def load_model(
         self, path: Path, dtype: str, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
     ) -> LoadSummary:
-        """Loads this rank's shard. `progress(stage, loaded_bytes, total_bytes)` may be called very often."""
+        """Loads this rank's shard. `progress(phase, done_bytes, total_bytes)` may be called very often."""
         ...
 
     def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
@@ -41,6 +41,10 @@ class Runtime(Protocol):
 
     def reset(self, phase: Phase) -> None:
         """Goes back to an earlier phase and gives back what later ones took."""
+        ...
+
+    def close(self) -> None:
+        """Gives back everything, because the worker was told to stop. The last call."""
         ...
 
     @property

@@ -1,6 +1,7 @@
 """Progress that the device thread writes and the event loop reads, and what a load's trace and log show of it."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -65,5 +66,8 @@ def record_phases(tracer: Tracer, summary: LoadSummary, *, rank: int, epoch: int
 
 
 def seconds_of_phases(summary: LoadSummary) -> dict[str, float]:
-    """What a log line says of a load's phases."""
-    return {phase.name: round(phase.duration_ns / 1e9, 3) for phase in summary.phases}
+    """What a log line says of a load's phases; one that came twice is added up."""
+    times_ns: Counter[str] = Counter()
+    for phase in summary.phases:
+        times_ns[phase.name] += phase.duration_ns
+    return {name: round(time_ns / 1e9, 3) for name, time_ns in times_ns.items()}

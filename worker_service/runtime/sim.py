@@ -111,7 +111,7 @@ class SimRuntime:
         choices = _visible_token_ids(checkpoint)
         if cancelled():
             raise LoadCancelled
-        progress("finalise", shape.weight_bytes, shape.weight_bytes)
+        progress("attach", shape.weight_bytes, shape.weight_bytes)
         self._loaded = loaded = _Loaded(checkpoint, chosen, shape, choices)
         return self._summary(loaded, already_loaded=False, begin=begin)
 
@@ -166,6 +166,10 @@ class SimRuntime:
             self._runner = None
         if phase <= Phase.INITIALISED:
             self._loaded = None
+
+    def close(self) -> None:
+        """Drops everything."""
+        self.reset(Phase.STARTING)
 
     def _summary(self, loaded: _Loaded, *, already_loaded: bool, begin: int) -> LoadSummary:
         config = loaded.checkpoint.config

@@ -1,6 +1,5 @@
 """The runtime as the worker service uses it: one call for each phase, then steps."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,16 +8,16 @@ from typing import Protocol, TypeVar
 import torch
 
 from loader.checkpoint import Checkpoint, open_checkpoint
-from loader.layout import weight_slices
 from loader.shares import RankPlace
-from loader.weights import bytes_to_read, load_weights
 from worker_service.runtime.device import choose_dtype, device_name, open_device, usable_cores
 from worker_service.runtime.dummy import decode_step, largest_lengths, num_blocks_of, prefill_step
 from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.executor import Executor
+from worker_service.runtime.loading import LoadJob, LoadPhases, load_into
 from worker_service.runtime.memory import CacheBudget, device_memory, explains_out_of_memory, peak_bytes, plan_cache
 from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.restart_store import RestartStore
 from worker_service.runtime.runner import ModelRunner
 from worker_service.runtime.step import Sampling, StepInput, StepOutput
 
@@ -51,6 +50,7 @@ class _Loaded:
     engine: Engine
     dtype: torch.dtype
     weight_bytes: int
+    mapped_bytes: int
 
 
 class WorkerRuntime:
@@ -60,8 +60,10 @@ class WorkerRuntime:
     repeats. A call that lacks what an earlier phase makes raises RuntimeFailure "invalid".
     """
 
-    def __init__(self, settings: RuntimeSettings) -> None:
+    def __init__(self, settings: RuntimeSettings, store: RestartStore | None = None) -> None:
+        """With a `store`, packed weights are kept in it, and taken from it."""
         self._settings = settings
+        self._store = store
         self._place = RankPlace()
         self._device: torch.device | None = None
         self._loaded: _Loaded | None = None
@@ -102,19 +104,18 @@ class WorkerRuntime:
     ) -> LoadSummary:
         """Loads this rank's shard in `dtype`, "auto" for what suits the device.
 
-        `progress(stage, loaded_bytes, total_bytes)` is called often. Raises CheckpointError, LoadCancelled and
+        `progress(phase, done_bytes, total_bytes)` is called often. Raises CheckpointError, LoadCancelled and
         RuntimeFailure "out_of_memory"; a model held before is kept only when the new one cannot even be opened.
         """
-        begin, device = time.perf_counter_ns(), self._need_device()
-        progress("inspect", 0, 0)
+        phases, device = LoadPhases(progress, cancelled), self._need_device()
         checkpoint = open_checkpoint(path)
         chosen = choose_dtype(dtype, checkpoint.config.dtype, device)
         held = self._loaded
         if held is not None and held.checkpoint.fingerprint == checkpoint.fingerprint and held.dtype == chosen:
-            return self._summary(held, already_loaded=True, begin=begin)
+            return self._summary(held, already_loaded=True, phases=phases)
         self.reset(Phase.INITIALISED)
-        self._loaded = loaded = self._load(checkpoint, chosen, progress, cancelled)
-        return self._summary(loaded, already_loaded=False, begin=begin)
+        self._loaded = loaded = self._load(LoadJob(checkpoint, self._place, chosen, device), phases)
+        return self._summary(loaded, already_loaded=False, phases=phases)
 
     def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
         """Runs the largest step once and answers what the KV cache may use. Drops a cache that is held.
@@ -190,34 +191,24 @@ class WorkerRuntime:
         if phase <= Phase.STARTING:
             self._device = None
 
-    def _load(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        progress: Callable[[str, int, int], None],
-        cancelled: Callable[[], bool],
-    ) -> _Loaded:
-        device, config = self._need_device(), checkpoint.config
+    def close(self) -> None:
+        """Gives back everything, as the worker was told to stop: also weights that the default store keeps for it."""
+        self.reset(Phase.STARTING)
+        if self._store is not None:
+            self._store.forget()
+
+    def _load(self, job: LoadJob, phases: LoadPhases) -> _Loaded:
+        path = job.checkpoint.path
         try:
-            engine: Engine = TorchEngine(config, self._place, dtype, device)
+            engine: Engine = TorchEngine(job.checkpoint.config, job.place, job.dtype, job.device)
         except ValueError as error:
             raise RuntimeFailure("unsupported", f"the model cannot be split over these ranks: {error}") from error
-        wanted = weight_slices(config, self._place)
-        total = bytes_to_read(checkpoint, wanted)
-        with explains_out_of_memory(device, f"the weights of {checkpoint.path}", "use a smaller model"):
-            tensors = load_weights(
-                checkpoint,
-                wanted,
-                dtype=dtype,
-                progress=lambda loaded: progress("read", loaded, total),
-                cancelled=cancelled,
-            )
-            progress("finalise", total, total)
-            weight_bytes = engine.attach(engine.pack(tensors))
-        return _Loaded(checkpoint, engine, dtype, weight_bytes)
+        with explains_out_of_memory(job.device, f"the weights of {path}", "use a smaller model"):
+            held = load_into(engine, job, self._store, phases)
+        return _Loaded(job.checkpoint, engine, job.dtype, held.weight_bytes, held.mapped_bytes)
 
-    def _summary(self, loaded: _Loaded, *, already_loaded: bool, begin: int) -> LoadSummary:
-        config = loaded.checkpoint.config
+    def _summary(self, loaded: _Loaded, *, already_loaded: bool, phases: LoadPhases) -> LoadSummary:
+        config, ended = loaded.checkpoint.config, phases.finish()
         return LoadSummary(
             fingerprint=loaded.checkpoint.fingerprint,
             architecture=config.architecture,
@@ -227,7 +218,10 @@ class WorkerRuntime:
             vocab_size=config.vocab_size,
             max_position_count=config.max_position_count,
             already_loaded=already_loaded,
-            duration_ns=time.perf_counter_ns() - begin,
+            duration_ns=sum(phase.duration_ns for phase in ended),
+            phases=ended,
+            mapped_bytes=loaded.mapped_bytes,
+            begin_unix_ns=phases.begin_unix_ns,
         )
 
     def _check_cache_fits(self, needed: int) -> None:

@@ -59,11 +59,9 @@ def test_phase_after_phase(tiny_path: Path) -> None:
     assert torch.get_num_threads() == 1
     seen: list[tuple[str, int, int]] = []
     summary = runtime.load_model(tiny_path, "auto", lambda *progress: seen.append(progress), never)
-    assert [stage for stage in ("inspect", "read", "finalise") if any(stage == s for s, _, _ in seen)] == [
-        "inspect",
-        "read",
-        "finalise",
-    ]
+    names = [phase.name for phase in summary.phases]
+    assert names == list(dict.fromkeys(name for name, _, _ in seen)) == ["inspect", "read", "pack", "attach"]
+    assert sum(phase.duration_ns for phase in summary.phases) == summary.duration_ns
     assert seen[-1][1] == seen[-1][2] == summary.weight_bytes
     assert summary.dtype == "float32" and summary.architecture == "LlamaForCausalLM"
     assert summary.vocab_size == 320 and summary.max_position_count == 512

@@ -1,0 +1,139 @@
+"""How weights come into an engine: from the restart store, or from the checkpoint; timed phase by phase."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from loader.checkpoint import Checkpoint
+from loader.errors import LoadCancelled
+from loader.layout import weight_slices
+from loader.shares import RankPlace
+from loader.store.key import content_of
+from loader.weights import bytes_to_read, load_weights
+from worker_service.runtime.engine import Engine, TorchEngine
+from worker_service.runtime.report import LoadPhase
+from worker_service.runtime.restart_store import RestartStore, Tensors, entry_key
+
+
+class LoadPhases:
+    """The phases of a load, one after the other: when one begins, the one before ends, so none of the time is lost.
+
+    Every step of a phase is told to `progress(phase, done_bytes, total_bytes)`, and asks `cancelled`. A phase can come
+    twice.
+    """
+
+    def __init__(self, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]) -> None:
+        self.is_cancelled = cancelled
+        self._progress = progress
+        self._ended: list[LoadPhase] = []
+        self._name, self._done_bytes, self._total_bytes = "inspect", 0, 0
+        self.begin_unix_ns = time.time_ns()
+        self._begin_ns = time.perf_counter_ns()
+        self._progress(self._name, 0, 0)
+
+    def enter(self, name: str, total_bytes: int = 0) -> None:
+        """Begins a phase that is to deal with so many bytes; 0 where that is not known. Raises LoadCancelled."""
+        self._end()
+        self._name, self._done_bytes, self._total_bytes = name, 0, total_bytes
+        self.advance(0)
+
+    def advance(self, done_bytes: int) -> None:
+        """The phase has dealt with so many bytes so far. Raises LoadCancelled."""
+        self._done_bytes = done_bytes
+        self._progress(self._name, done_bytes, max(done_bytes, self._total_bytes))
+        if self.is_cancelled():
+            raise LoadCancelled
+
+    def finish(self) -> tuple[LoadPhase, ...]:
+        """Ends the last phase; answers all, in their order."""
+        self._end()
+        return tuple(self._ended)
+
+    def _end(self) -> None:
+        now = time.perf_counter_ns()
+        self._ended.append(LoadPhase(self._name, now - self._begin_ns, self._done_bytes))
+        self._begin_ns = now
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Whose weights are to be loaded, in which type and where."""
+
+    checkpoint: Checkpoint
+    place: RankPlace
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an engine holds, in bytes; `mapped_bytes` of it are shared pages of the restart store."""
+
+    weight_bytes: int
+    mapped_bytes: int
+
+
+def load_into(engine: Engine, job: LoadJob, store: RestartStore | None, phases: LoadPhases) -> Held:
+    """Brings the weights of `job` into an engine. Phases: "map", "read", "pack", "store", "map", "attach", as needed.
+
+    With a store, weights that it has are mapped and nothing is read. Others are written to it once they are packed,
+    and mapped from there on a CPU. Raises CheckpointError and LoadCancelled.
+    """
+    # Plain torch has oneDNN pack the tensors that are attached, which makes a copy that cannot be mapped.
+    is_copied = engine.layout == TorchEngine.layout
+    if store is not None and store.suits(job.device, is_copied=is_copied) and store.is_usable():
+        tensors, is_mapped = _mapped(engine, job, store, phases)
+    else:
+        tensors, is_mapped = _packed(engine, job, phases), False
+    num_bytes = _size(tensors)
+    phases.enter("attach", num_bytes)
+    weight_bytes = engine.attach({name: tensor.to(job.device) for name, tensor in tensors.items()})
+    phases.advance(num_bytes)
+    return Held(weight_bytes, num_bytes if is_mapped and not is_copied else 0)
+
+
+def _mapped(engine: Engine, job: LoadJob, store: RestartStore, phases: LoadPhases) -> tuple[Tensors, bool]:
+    """Packed weights, and whether they are pages of the store. What it has not, would not take or could not give back
+    comes from the checkpoint."""
+    is_on_host = job.device.type == "cpu"
+    phases.enter("map")
+    key = entry_key(job.checkpoint, job.place, job.device, dtype=job.dtype, layout=engine.layout)
+    tensors = store.look_up(key, phases.advance)
+    if tensors is not None:
+        return tensors, is_on_host
+    packed = _packed(engine, job, phases)
+    if content_of(job.checkpoint) != key.content:
+        # Files that were changed while they were read may have given some of the old and some of the new.
+        return packed, False
+    count = len(packed)
+    phases.enter("store", _size(packed))
+    # Each tensor is let go of as it is written, so that memory holds the weights once.
+    is_kept = store.keep(key, packed, str(job.checkpoint.path), phases.advance, takes=is_on_host)
+    if len(packed) == count:
+        return packed, False
+    if is_kept:
+        phases.enter("map")
+        tensors = store.look_up(key, phases.advance)
+        if tensors is not None:
+            return tensors, True
+    return _packed(engine, job, phases), False
+
+
+def _packed(engine: Engine, job: LoadJob, phases: LoadPhases) -> Tensors:
+    """The weights, read from the checkpoint."""
+    wanted = weight_slices(job.checkpoint.config, job.place)
+    phases.enter("read", bytes_to_read(job.checkpoint, wanted))
+    tensors = load_weights(
+        job.checkpoint, wanted, dtype=job.dtype, progress=phases.advance, cancelled=phases.is_cancelled
+    )
+    num_bytes = _size(tensors)
+    phases.enter("pack", num_bytes)
+    packed = engine.pack(tensors)
+    phases.advance(num_bytes)
+    return packed
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
