@@ -20,7 +20,10 @@ class SchedulerSettings(BaseModel):
 
     model: str = Field(
         min_length=1,
-        description="Path of the checkpoint: a directory or a GGUF file. Workers read it under the same path.",
+        description=(
+            "Checkpoint: a directory, a GGUF file, a Hub id (org/name[@revision]) or a URL. "
+            "Workers read it under the path that it has here."
+        ),
     )
     served_model_name: str | None = Field(
         default=None,

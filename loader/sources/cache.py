@@ -94,6 +94,11 @@ class ModelCache:
         self._root = directory / "sources"
         self._limit_bytes = limit_bytes
 
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return self._root
+
     def hold(self, model: RemoteModel, name: str, asking: Asking) -> Held:
         """The files of a remote model, brought here first if need be; `find` knows them by `name` from then on.
 

@@ -50,6 +50,11 @@ class HubId:
         """As a URL, which is how the cache knows it."""
         return f"hf://{self.repo}@{revision}" + (f"/{self.file}" if self.file else "")
 
+    @property
+    def short_name(self) -> str:
+        """A name for people: that of the GGUF file, or the part behind the slash."""
+        return (self.file or self.repo).rpartition("/")[2].removesuffix(".gguf")
+
     def __str__(self) -> str:
         return f"{self.repo}{'/' + self.file if self.file else ''}@{self.revision}"
 

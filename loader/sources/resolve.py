@@ -1,6 +1,7 @@
 """From what a user calls a model to a path on this machine: a path, a Hub id, or a URL."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -9,19 +10,25 @@ from urllib.parse import unquote, urlsplit
 
 from loader.errors import CheckpointError
 from loader.sources.cache import LIMIT_VARIABLE, Asking, Held, ModelCache, default_directory
-from loader.sources.remote import RemoteModel
+from loader.sources.remote import RemoteModel, last_part
 
 if TYPE_CHECKING:
     from loader.sources.hub import HubId
 
+_REPORT_EVERY_S = 5.0
 _WAYS = "pass a folder, a .gguf file, a Hub id such as org/name, or a URL"
 
 
 class Resolved:
-    """A model on this machine; what came from elsewhere is not evicted from the cache before `release`."""
+    """A model on this machine; what came from elsewhere is not evicted from the cache before `release`.
 
-    def __init__(self, path: Path, held: Held | None = None) -> None:
+    `name` is the short name of a model that came from elsewhere, whose path says nothing; None for a path that was
+    given.
+    """
+
+    def __init__(self, path: Path, name: str | None = None, held: Held | None = None) -> None:
         self.path = path
+        self.name = name
         self._held = held
 
     def release(self) -> None:
@@ -50,7 +57,7 @@ def resolve(
     scheme = model.partition("://")[0].lower() if "://" in model else ""
     if scheme == "file":
         return Resolved(Path(unquote(urlsplit(model).path)))
-    asking = asking or Asking(report)
+    asking = asking or Asking(report, _Progress(report))
     if scheme in ("http", "https"):
         from loader.sources.http import http_model
 
@@ -72,6 +79,18 @@ def resolve(
     return _from_hub(wanted, cache, asking)
 
 
+class _Progress:
+    """Reports how far a download is, every few seconds."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report, self._next = report, time.monotonic() + _REPORT_EVERY_S
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _REPORT_EVERY_S
+            self._report(f"{done >> 20} of {total >> 20} MiB")
+
+
 def _exists(path: Path) -> bool:
     try:
         return os.path.lexists(path.expanduser())
@@ -90,7 +109,7 @@ def _from_source(url: str, find: Callable[[], RemoteModel], cache: ModelCache | 
         asking.report(f"{error.message}; using what the cache holds of it")
     else:
         held = cache.hold(found, name, asking)
-    return Resolved(held.path, held)
+    return Resolved(held.path, last_part(name).removesuffix(".gguf"), held)
 
 
 def _from_hub(wanted: "HubId", cache: ModelCache | None, asking: Asking) -> Resolved:
@@ -111,9 +130,9 @@ def _from_hub(wanted: "HubId", cache: ModelCache | None, asking: Asking) -> Reso
         return here
     snapshot = hub_snapshot(wanted, commit, found.files)
     if snapshot is not None:
-        return Resolved(snapshot)
+        return Resolved(snapshot, wanted.short_name)
     held = cache.hold(found, name, asking)
-    return Resolved(held.path, held)
+    return Resolved(held.path, wanted.short_name, held)
 
 
 def _on_this_machine(wanted: "HubId", cache: ModelCache, name: str) -> Resolved | None:
@@ -122,9 +141,9 @@ def _on_this_machine(wanted: "HubId", cache: ModelCache, name: str) -> Resolved 
 
     snapshot = hub_snapshot(wanted, wanted.revision)
     if snapshot is not None:
-        return Resolved(snapshot)
+        return Resolved(snapshot, wanted.short_name)
     held = cache.find(name)
-    return None if held is None else Resolved(held.path, held)
+    return None if held is None else Resolved(held.path, wanted.short_name, held)
 
 
 def configured_cache() -> ModelCache:

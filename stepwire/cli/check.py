@@ -1,17 +1,21 @@
 """`stepwire check`."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from loader.checkpoint import open_checkpoint
+from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError
 from loader.hf_config import DTYPES
 from loader.inspection import Wish, inspect_checkpoint
+from loader.sources.resolve import resolve
 from stepwire.cli.check_output import print_inspection, print_inspection_json, print_refusal
 from stepwire.cli.errors import EXIT_FAILURE
 from stepwire.cli.field_specs import parse_bytes
+
+if TYPE_CHECKING:
+    from loader.integrity import Verification
 
 _TOO_LARGE = 1 << 63
 
@@ -41,12 +45,13 @@ def _size(text: str) -> int:
 )
 @click.option("--adapter", multiple=True, metavar="PATH", help="Folder of a LoRA adapter to check with it; repeatable.")
 @click.option("--max-adapter-rank", type=click.IntRange(1), help="Highest rank that an adapter may have.")
+@click.option("--verify", is_flag=True, help="Read all files, and hold them against the hashes known of them.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def check(checkpoint: str, *, as_json: bool, **options: Any) -> int:
     """Tell whether CHECKPOINT can be served, and what it needs. Reads headers, index and configs only.
 
-    CHECKPOINT is a directory with safetensors or a GGUF file. Exits with 0 when it is usable as asked,
-    adapters included, with 1 when it is not, and with 2 for wrong usage.
+    CHECKPOINT is a directory, a GGUF file, a Hub id (org/name) or a URL; what is elsewhere is brought here first. Exits
+    with 0 when it is usable as asked, adapters included, with 1 when it is not, and with 2 for wrong usage.
     """
     wish = Wish(
         tensor_parallel_size=options["tp"],
@@ -59,13 +64,25 @@ def check(checkpoint: str, *, as_json: bool, **options: Any) -> int:
         max_adapter_rank=options["max_adapter_rank"],
     )
     try:
-        opened = open_checkpoint(Path(checkpoint))
+        with resolve(checkpoint, report=_say) as found:
+            opened = open_checkpoint(found.path)
+            verification = _verify(opened) if options["verify"] else None
+            inspection = inspect_checkpoint(opened, wish)
     except CheckpointError as error:
         print_refusal(error, as_json=as_json)
         return EXIT_FAILURE
-    inspection = inspect_checkpoint(opened, wish)
     if as_json:
-        print_inspection_json(opened, inspection)
+        print_inspection_json(opened, inspection, verification)
     else:
-        print_inspection(opened, inspection)
+        print_inspection(opened, inspection, verification)
     return 0 if inspection.is_usable else EXIT_FAILURE
+
+
+def _verify(checkpoint: Checkpoint) -> "Verification":
+    from loader.integrity import verify_files
+
+    return verify_files(checkpoint, lambda _done, _total: None, lambda: False, again=True)
+
+
+def _say(text: str) -> None:
+    click.echo(f"stepwire check: {text}", err=True)

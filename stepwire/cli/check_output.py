@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from loader.checkpoint import Checkpoint
 from loader.errors import CheckpointError
 from loader.inspection import Inspection, Problem
 from stepwire.cli.checks.finding import human_bytes
+
+if TYPE_CHECKING:
+    from loader.integrity import Verification
 
 _MOST_RANKS_SHOWN = 16
 
@@ -29,7 +32,9 @@ def print_refusal(error: CheckpointError, *, as_json: bool) -> None:
         click.echo(f"not usable: {error}")
 
 
-def print_inspection_json(checkpoint: Checkpoint, found: Inspection) -> None:
+def print_inspection_json(
+    checkpoint: Checkpoint, found: Inspection, verification: "Verification | None" = None
+) -> None:
     """Everything that was found, as one object."""
     config, wish = checkpoint.config, found.wish
     content = {
@@ -63,6 +68,8 @@ def print_inspection_json(checkpoint: Checkpoint, found: Inspection) -> None:
         "kv_blocks": None if found.fit is None else found.fit.num_blocks,
         "fitting_max_model_len": None if found.fit is None else found.fit.max_model_len,
         "adapters": [_adapter_json(adapter, found) for adapter in found.adapters],
+        "verified_files": None if verification is None else list(map(str, verification.verified)),
+        "files_without_hash": None if verification is None else list(map(str, verification.unknown)),
     }
     click.echo(json.dumps(content, indent=2))
 
@@ -85,7 +92,7 @@ def _rank_bytes(adapter: Adapter, found: Inspection) -> list[int]:
     return [adapter_bytes(adapter, place) for place in found.wish.places()] if found.ranks else []
 
 
-def print_inspection(checkpoint: Checkpoint, found: Inspection) -> None:
+def print_inspection(checkpoint: Checkpoint, found: Inspection, verification: "Verification | None" = None) -> None:
     """Facts, ranks and adapters as tables, then warnings, problems and the verdict, one a line."""
     # Rich takes as long to import as all of the check: what prints JSON does without.
     from rich.console import Console
@@ -111,10 +118,20 @@ def print_inspection(checkpoint: Checkpoint, found: Inspection) -> None:
         if len(found.ranks) > _MOST_RANKS_SHOWN:
             console.print(f"and {len(found.ranks) - _MOST_RANKS_SHOWN} more ranks (--json has all)")
     console.print()
+    for text in _verified(verification):
+        click.echo(text)
     for warning in _warnings(found):
         click.echo(f"warning: {warning}")
     for line in _verdict(found):
         click.echo(line)
+
+
+def _verified(verification: "Verification | None") -> Iterator[str]:
+    if verification is not None:
+        num_files = len(verification.verified) + len(verification.unknown)
+        yield f"verified: {len(verification.verified)} of {num_files} files have the SHA-256 that is known of them"
+        for path in verification.unknown:
+            yield f"not verified: nothing tells the SHA-256 of {_printable(path)}"
 
 
 def _warnings(found: Inspection) -> Iterator[str]:

@@ -22,6 +22,8 @@ _COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "health": ("health", "health", "Ask a server whether it serves."),
     "config": ("config", "config", "Show the settings in force and where each one came from."),
     "check": ("check", "check", "Tell whether a checkpoint can be served, and what it needs."),
+    "slice": ("slice", "slice_", "Slice a checkpoint ahead for the ranks of one split."),
+    "cache": ("cache", "cache", "Show or evict models that were brought here from elsewhere."),
     "store": ("store", "store", "Show, verify or evict weights that are kept for restarts."),
     "doctor": ("doctor", "doctor", "Check this machine, in the order people debug one."),
     "simulate": ("simulate", "simulate", "Run the scheduler in virtual time: this model, hardware and traffic."),

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 from pydantic import BaseModel
 
+from loader.sources.resolve import Resolved, resolve
 from scheduler_service.engine.preflight import check_before_start, wish_of
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import CommandError
@@ -33,11 +34,16 @@ _SCHEDULER_EXIT_S = 10.0
 def serve_here(settings: Settings) -> int:
     """Serves until a signal comes or a child ends. Returns the exit status.
 
-    Raises AddressInUse, and StepwireError for a checkpoint that cannot be served as the settings say, before anything
-    is started; LogError with nothing left running.
+    Raises CheckpointError for a model that cannot be brought here, AddressInUse, and StepwireError for a checkpoint
+    that cannot be served as the settings say, before anything is started; LogError with nothing left running.
     """
     started = time.monotonic()
-    scheduler, worker, supervisor = plan(settings)
+    with resolve(str(settings.raw("model") or ""), report=_say) as found:
+        return _serve_found(settings, found, started)
+
+
+def _serve_found(settings: Settings, found: Resolved, started: float) -> int:
+    scheduler, worker, supervisor = plan(settings, found)
     check_free(scheduler.host, scheduler.port)
     check_before_start(scheduler.model, replace(wish_of(scheduler), kv_cache_bytes=worker.kv_cache_bytes))
     log_path = _log_dir(supervisor) / f"worker-0.{scheduler.port}.log"
@@ -52,8 +58,13 @@ def serve_here(settings: Settings) -> int:
     )
 
 
-def plan(settings: Settings) -> tuple[SchedulerSettings, WorkerSettings, SupervisorSettings]:
-    """The settings of each process. Free ports are chosen here, so that all can start at once."""
+def plan(
+    settings: Settings, found: Resolved | None = None
+) -> tuple[SchedulerSettings, WorkerSettings, SupervisorSettings]:
+    """The settings of each process. Free ports are chosen here, so that all can start at once.
+
+    `found` is where the model lies on this machine, if that is not the path which the settings name.
+    """
     supervisor = settings.build(SupervisorSettings)
     # Only these two processes need it, and without one any user of this machine could command the worker.
     key = settings.raw("cluster_key") or secrets.token_urlsafe(32)
@@ -63,8 +74,9 @@ def plan(settings: Settings) -> tuple[SchedulerSettings, WorkerSettings, Supervi
     metrics_port = asked.metrics_port + 1 if asked.metrics_port else asked.metrics_port
     worker = settings.build(WorkerSettings, host=_LOOPBACK, port=port, cluster_key=key, metrics_port=metrics_port)
     chosen = {
-        "model": str(Path(asked.model).expanduser().absolute()),
+        "model": str((Path(asked.model) if found is None else found.path).expanduser().absolute()),
         "port": asked.port or free_port(asked.host),
+        "served_model_name": asked.served_model_name or (None if found is None else found.name),
     }
     return asked.model_copy(update=chosen), worker, supervisor
 

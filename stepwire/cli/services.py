@@ -32,10 +32,13 @@ def scheduler(settings: Settings) -> int:
     """
     end_with_supervisor()
     values = settings.build(SchedulerSettings)
+    from loader.sources.resolve import resolve
     from scheduler_service.main import serve as serve_scheduler
     from stepwire.rpc.run import run
 
-    return run(serve_scheduler(values))
+    with resolve(values.model, report=lambda text: click.echo(f"stepwire scheduler: {text}", err=True)) as found:
+        name = values.served_model_name or found.name
+        return run(serve_scheduler(values.model_copy(update={"model": str(found.path), "served_model_name": name})))
 
 
 @click.command()

@@ -23,7 +23,10 @@ MASK = "********"
 _OTHER_VARIABLES = frozenset(
     {
         CONFIG_VARIABLE,
-        *(f"STEPWIRE_{name}" for name in ("CACHE", "MODEL_DIR", "PEERS", "TARGET", "TEST_FULL", "WORKER_MEMORY")),
+        *(
+            f"STEPWIRE_{name}"
+            for name in ("CACHE", "CACHE_BYTES", "MODEL_DIR", "PEERS", "TARGET", "TEST_FULL", "WORKER_MEMORY")
+        ),
     }
 )
 

@@ -15,7 +15,7 @@ from loader.store.folder import Entry, StoreFolder, default_folder
 from loader.store.mapping import map_entry
 from stepwire.cli.checks.finding import human_bytes
 from stepwire.cli.errors import EXIT_FAILURE, CommandError
-from stepwire.cli.tables import print_table
+from stepwire.cli.tables import ago, print_table
 
 _HEADINGS = ("KEY", "MODEL", "RANK", "DTYPE", "QUANTISATION", "BYTES", "LAST USED", "IN USE BY")
 _SHORT_KEY = 12
@@ -144,7 +144,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     else:
         key = entry.header.key
         known = (Path(entry.header.model).name, _rank(entry), key.dtype, key.quantisation)
-    used = _ago(time.time() - entry.last_used_s)
+    used = ago(time.time() - entry.last_used_s)
     pids = ", ".join(map(str, entry.pids)) or "-"
     return entry.name[:_SHORT_KEY], *known, human_bytes(entry.num_bytes), used, pids
 
@@ -155,13 +155,6 @@ def _rank(entry: Entry) -> str:
     place = entry.header.key.place
     tensor = f"tp {place.tensor_rank}/{place.tensor_parallel_size}"
     return f"{tensor} pp {place.pipeline_rank}/{place.pipeline_parallel_size}"
-
-
-def _ago(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds // length:.0f} {unit} ago"
-    return f"{max(0.0, seconds):.0f} s ago"
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:

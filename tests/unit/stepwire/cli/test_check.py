@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import subprocess
@@ -138,3 +139,23 @@ def test_torch_is_not_imported(model: Path) -> None:
         "sys.exit(status or ('torch' in sys.modules) * 3)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
+
+
+def test_verify_reads_what_has_a_hash_and_names_what_has_none(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPWIRE_CACHE", str(tmp_path / "cache"))
+    first, second = sorted(model.glob("*.safetensors"))
+    (model / f"{first.name}.sha256").write_text(hashlib.sha256(first.read_bytes()).hexdigest())
+    found = answer(capsys, 0, model, "--verify")
+    assert (found["verified_files"], found["files_without_hash"]) == ([str(first)], [str(second)])
+    assert run(["check", str(model), "--verify"]) == 0
+    text = capsys.readouterr().out
+    assert "verified: 1 of 2 files" in text
+    assert f"not verified: nothing tells the SHA-256 of {second}" in text
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 1
+    first.write_bytes(data)
+    assert answer(capsys, 0, model)["verified_files"] is None
+    (problem,) = answer(capsys, 1, model, "--verify")["problems"]
+    assert (problem["code"], problem["file"]) == ("invalid", str(first))
