@@ -51,6 +51,14 @@ def verify_once(
     return verify_files(checkpoint, progress or _unheard, cancelled or _never)
 
 
+def bytes_to_verify(checkpoint: Checkpoint) -> int:
+    """Bytes that `verify_once` would read now. Raises CheckpointError for a file that is gone."""
+    known = KnownHashes()
+    hashes = ((path, known.of(path)) for path in _files(checkpoint))
+    wanted = [(path, sha256) for path, sha256 in hashes if sha256 is not None]
+    return sum(_size(path) for path, _ in _Memory(checkpoint.path).missing(wanted))
+
+
 def verify_files(
     checkpoint: Checkpoint, progress: Progress, cancelled: Callable[[], bool], *, again: bool = False
 ) -> Verification:

@@ -8,6 +8,7 @@ import torch
 
 from loader.checkpoint import Checkpoint
 from loader.errors import LoadCancelled
+from loader.integrity import bytes_to_verify, verify_once
 from loader.layout import weight_slices
 from loader.shares import RankPlace
 from loader.store.key import content_of
@@ -76,7 +77,9 @@ class Held:
 
 
 def load_into(engine: Engine, job: LoadJob, store: RestartStore | None, phases: LoadPhases) -> Held:
-    """Brings the weights of `job` into an engine. Phases: "map", "read", "pack", "store", "map", "attach", as needed.
+    """Brings the weights of `job` into an engine.
+
+    Phases, as needed: "map", "verify", "read", "pack", "store", "map", "attach".
 
     With a store, weights that it has are mapped and nothing is read. Others are written to it once they are packed,
     and mapped from there on a CPU. Raises CheckpointError and LoadCancelled.
@@ -122,7 +125,11 @@ def _mapped(engine: Engine, job: LoadJob, store: RestartStore, phases: LoadPhase
 
 
 def _packed(engine: Engine, job: LoadJob, phases: LoadPhases) -> Tensors:
-    """The weights, read from the checkpoint."""
+    """The weights, read from the checkpoint; files whose hash is known are held against it before, once."""
+    num_unverified = bytes_to_verify(job.checkpoint)
+    if num_unverified:
+        phases.enter("verify", num_unverified)
+        verify_once(job.checkpoint, lambda done, _total: phases.advance(done), phases.is_cancelled)
     wanted = weight_slices(job.checkpoint.config, job.place)
     phases.enter("read", bytes_to_read(job.checkpoint, wanted))
     tensors = load_weights(

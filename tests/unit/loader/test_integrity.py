@@ -11,7 +11,7 @@ from loader import integrity
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError, LoadCancelled
 from loader.formats.slicing import Split, slice_checkpoint
-from loader.integrity import verify_files, verify_once
+from loader.integrity import bytes_to_verify, verify_files, verify_once
 from tests.support.file_server import keep_snapshot
 from tests.support.tiny_checkpoint import make_tiny_llama
 
@@ -72,12 +72,14 @@ def again(checkpoint: Checkpoint) -> integrity.Verification:
 
 def test_files_are_read_once(folder: Path, reads: Callable[[], int]) -> None:
     checkpoint = open_checkpoint(folder)
+    announced = bytes_to_verify(checkpoint)
     first = verify_once(checkpoint)
     assert [path.name for path in first.verified if path.suffix == ".safetensors"] == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     ]
-    assert reads() == sum(path.stat().st_size for path in first.verified)
+    assert reads() == sum(path.stat().st_size for path in first.verified) == announced
+    assert bytes_to_verify(checkpoint) == 0
     second = verify_once(open_checkpoint(folder))
     assert (second.verified, second.remembered, second.unknown) == ((), first.verified, ())
     assert reads() == 0
