@@ -28,8 +28,21 @@ class WorkerSettings(BaseModel):
     memory_fraction: float = Field(
         0.9, gt=0.0, le=1.0, description="Part of the device's memory that this process may use."
     )
+    memory_limit_bytes: int | None = Field(
+        None,
+        ge=1,
+        le=2**50,
+        description="Most bytes of the device's memory that this process may use, whatever it has.",
+    )
     kv_cache_bytes: int | None = Field(
-        None, ge=1, le=2**50, description="Bytes for the KV cache; by default what memory_fraction leaves."
+        None,
+        ge=1,
+        le=2**50,
+        description="Bytes for the KV cache; by default what the limits leave, on a CPU no more than a quarter of the "
+        "memory and 4 GiB.",
+    )
+    local_ranks: int = Field(
+        1, ge=1, le=1024, description="Workers on this machine that share its memory; a CPU's is divided among them."
     )
     restart_store: str = Field(
         "auto",

@@ -15,7 +15,16 @@ from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.executor import Executor
 from worker_service.runtime.loading import LoadJob, LoadPhases, load_into
-from worker_service.runtime.memory import CacheBudget, device_memory, explains_out_of_memory, peak_bytes, plan_cache
+from worker_service.runtime.memory import (
+    MemoryBudget,
+    MemorySettings,
+    check_cache_fits,
+    device_memory,
+    explains_out_of_memory,
+    peak_bytes,
+    plan_cache,
+)
+from worker_service.runtime.preload import check_before_load
 from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
 from worker_service.runtime.restart_store import RestartStore
 from worker_service.runtime.runner import ModelRunner
@@ -29,17 +38,13 @@ _FULL_SAMPLING = Sampling(temperature=1.0, top_k=2000, top_p=0.9, min_p=0.01, re
 _LOWER_STEP = "lower max_num_batched_tokens or max_num_seqs"
 
 
-class RuntimeSettings(Protocol):
+class RuntimeSettings(MemorySettings, Protocol):
     """What the runtime needs of the worker's settings."""
 
     @property
     def device(self) -> str: ...
     @property
     def threads(self) -> int | None: ...
-    @property
-    def memory_fraction(self) -> float: ...
-    @property
-    def kv_cache_bytes(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,8 @@ class WorkerRuntime:
         """Loads this rank's shard in `dtype`, "auto" for what suits the device.
 
         `progress(phase, done_bytes, total_bytes)` is called often. Raises CheckpointError, LoadCancelled and
-        RuntimeFailure "out_of_memory"; a model held before is kept only when the new one cannot even be opened.
+        RuntimeFailure "out_of_memory"; a model held before is kept only when headers tell that the new one cannot be
+        loaded.
         """
         phases, device = LoadPhases(progress, cancelled), self._need_device()
         checkpoint = open_checkpoint(path)
@@ -113,6 +119,7 @@ class WorkerRuntime:
         held = self._loaded
         if held is not None and held.checkpoint.fingerprint == checkpoint.fingerprint and held.dtype == chosen:
             return self._summary(held, already_loaded=True, phases=phases)
+        check_before_load(checkpoint, self._place, chosen, device, MemoryBudget.of(self._settings).limit_bytes(device))
         self.reset(Phase.INITIALISED)
         self._loaded = loaded = self._load(LoadJob(checkpoint, self._place, chosen, device), phases)
         return self._summary(loaded, already_loaded=False, phases=phases)
@@ -137,7 +144,7 @@ class WorkerRuntime:
             measured = peak_bytes(device, largest_step)
         # Its prompts have no earlier context; a step that has needs this much more.
         activation = measured + loaded.engine.context_bytes(loaded.checkpoint.config.max_position_count)
-        budget = CacheBudget(self._settings.memory_fraction, self._settings.kv_cache_bytes)
+        budget = MemoryBudget.of(self._settings)
         return plan_cache(device, budget, weight_bytes=loaded.weight_bytes, activation_bytes=activation)
 
     def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> int:
@@ -151,7 +158,7 @@ class WorkerRuntime:
             if not 1 <= value <= high:
                 raise RuntimeFailure("invalid", f"{name} {value} lies outside 1 to {high}", {"field": name})
         self.reset(Phase.LOADED)
-        self._check_cache_fits(num_blocks * block_size * loaded.engine.kv_bytes_per_token)
+        check_cache_fits(self._need_device(), num_blocks * block_size * loaded.engine.kv_bytes_per_token)
         self._executor = loaded.engine.executor(num_blocks, block_size, max_model_len)
         self._runner = ModelRunner(self._executor, max_model_len=max_model_len)
         return self._executor.cache_bytes
@@ -223,16 +230,6 @@ class WorkerRuntime:
             mapped_bytes=loaded.mapped_bytes,
             begin_unix_ns=phases.begin_unix_ns,
         )
-
-    def _check_cache_fits(self, needed: int) -> None:
-        free = device_memory(self._need_device()).free_bytes
-        if needed > free:
-            raise RuntimeFailure(
-                "out_of_memory",
-                f"the KV cache needs {needed} bytes, but {self._device} has {free} free; lower num_kv_blocks or "
-                "kv_cache_bytes",
-                {"needed_bytes": str(needed), "free_bytes": str(free), "device": str(self._device)},
-            )
 
     @staticmethod
     def _check_step_size(max_step_tokens: int, max_sequences: int) -> None:

@@ -1,5 +1,7 @@
 """Limits of machine and control groups, read from made-up trees, and the plan of the cache."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,15 @@ import torch
 
 from worker_service.runtime import memory
 from worker_service.runtime.errors import RuntimeFailure
-from worker_service.runtime.memory import CacheBudget, HostMemory, explains_out_of_memory, host_memory, plan_cache
+from worker_service.runtime.memory import (
+    HostMemory,
+    MemoryBudget,
+    check_cache_fits,
+    explains_out_of_memory,
+    host_memory,
+    plan_cache,
+)
+from worker_service.runtime.report import MemoryReport
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -40,7 +50,9 @@ def test_version_2_limits_hold_from_any_ancestor(proc: Path, cgroup: Path) -> No
     write(cgroup / "pod/memory.current", f"{3 * GIB}\n")
     write(cgroup / "pod/memory.stat", f"anon 1\ninactive_file {GIB}\n")
     write(cgroup / "pod/container/memory.max", "max\n")
-    assert host_memory(proc, cgroup) == HostMemory(4 * GIB, 2 * GIB)
+    found = host_memory(proc, cgroup)
+    assert found == HostMemory(4 * GIB, 2 * GIB)
+    assert found.group == "/pod"
 
 
 def test_version_1_limits(proc: Path, cgroup: Path) -> None:
@@ -79,45 +91,106 @@ def there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "own_bytes", lambda _: 2 * GIB)
 
 
-def plan(fraction: float = 0.9, kv_cache_bytes: int | None = None, activation_bytes: int = GIB) -> int:
-    budget = CacheBudget(fraction, kv_cache_bytes)
-    return plan_cache(CPU, budget, weight_bytes=GIB, activation_bytes=activation_bytes).available_bytes
+def report(activation_bytes: int = GIB, **budget: object) -> MemoryReport:
+    settings = {"memory_fraction": 0.9, "kv_cache_bytes": None, **budget}
+    return plan_cache(CPU, MemoryBudget(**settings), weight_bytes=GIB, activation_bytes=activation_bytes)  # type: ignore[arg-type]
+
+
+def plan(**values: object) -> int:
+    return report(**values).available_bytes  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("there")
-def test_a_cpu_cache_takes_a_modest_part_of_what_is_free() -> None:
-    assert plan() == int(2.5 * GIB)
-    assert plan(fraction=0.2) == GIB
-    assert plan(activation_bytes=9 * GIB) == GIB
-
-
-@pytest.mark.usefixtures("there")
-def test_a_large_machine_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "device_memory", lambda _: HostMemory(200 * GIB, 150 * GIB))
+def test_a_cpu_cache_takes_a_modest_part_of_the_memory() -> None:
     assert plan() == 4 * GIB
+    assert plan(memory_fraction=0.2) == GIB
+    assert plan(activation_bytes=15 * GIB) == GIB
+
+
+def test_a_part_is_one_of_what_the_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "device_memory", lambda _: HostMemory(8 * GIB, 8 * GIB))
+    monkeypatch.setattr(memory, "own_bytes", lambda _: GIB)
+    assert plan() == 2 * GIB
+
+
+@pytest.mark.usefixtures("there")
+def test_ranks_of_one_machine_share_its_memory() -> None:
+    assert plan(local_ranks=4) == GIB
+    # 20 GiB x 0.9 / 5, less the 2 GiB that it holds and the 1 GiB of a step.
+    assert plan(local_ranks=5, kv_cache_bytes=6 * GIB // 10) == 6 * GIB // 10
+    with pytest.raises(RuntimeFailure, match=r"may use 3\.60 GiB of cpu.* leaves 0\.60 GiB"):
+        plan(local_ranks=5, kv_cache_bytes=GIB)
+
+
+@pytest.mark.usefixtures("there")
+def test_a_hard_limit_holds_beside_the_fraction() -> None:
+    assert report(memory_limit_bytes=5 * GIB).limit_bytes == 5 * GIB
+    assert plan(memory_limit_bytes=5 * GIB) == 2 * GIB
+    assert report(memory_limit_bytes=19 * GIB).limit_bytes == 18 * GIB
+
+
+@pytest.mark.usefixtures("there")
+def test_a_neighbour_that_comes_or_goes_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = []
+    for free_gib in (17, 10, 1, 0):
+        monkeypatch.setattr(memory, "device_memory", lambda _, free=free_gib: HostMemory(20 * GIB, free * GIB))
+        reports.append((report(), report(kv_cache_bytes=9 * GIB), report(memory_limit_bytes=6 * GIB)))
+    assert set(reports) == {reports[0]}
+
+
+def test_a_real_neighbour_changes_nothing() -> None:
+    before, own = report(kv_cache_bytes=1), memory.own_bytes(CPU)
+    command = [sys.executable, "-c", "held = bytearray(b'x') * (256 << 20); print(); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as neighbour:
+        assert neighbour.stdout is not None and neighbour.stdin is not None
+        neighbour.stdout.readline()
+        assert report(kv_cache_bytes=1) == before
+        assert abs(memory.own_bytes(CPU) - own) < 64 << 20
+        neighbour.stdin.write(b"\n")
 
 
 @pytest.mark.usefixtures("there")
 def test_what_is_set_is_what_is_planned() -> None:
     assert plan(kv_cache_bytes=12345) == 12345
-    assert plan(kv_cache_bytes=9 * GIB) == 9 * GIB
+    assert plan(kv_cache_bytes=15 * GIB) == 15 * GIB
 
 
 @pytest.mark.usefixtures("there")
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("values", "words"),
     [
-        ({"kv_cache_bytes": 9 * GIB + 1}, ("kv_cache_bytes", "9.00 GiB", "10.00 GiB", "memory_fraction")),
-        ({"fraction": 0.1}, ("memory_fraction", "2.00 GiB")),
-        ({"activation_bytes": 10 * GIB}, ("max_num_batched_tokens", "10.00 GiB")),
+        ({"kv_cache_bytes": 15 * GIB + 1}, ("kv_cache_bytes asks for 15.00 GiB", "18.00 GiB", "raise memory_fraction")),
+        ({"kv_cache_bytes": GIB, "memory_limit_bytes": 3 * GIB}, ("leaves 0.0 MiB", "raise memory_limit_bytes")),
+        ({"memory_fraction": 0.1}, ("raise memory_fraction", "may use 2.00 GiB")),
+        ({"memory_limit_bytes": GIB}, ("raise memory_limit_bytes", "may use 1.00 GiB")),
+        ({"activation_bytes": 16 * GIB}, ("lower max_num_batched_tokens", "16.00 GiB more")),
     ],
 )
-def test_too_little_says_what_there_was_and_what_to_change(settings: dict[str, float], words: tuple[str, ...]) -> None:
+def test_too_little_says_what_there_was_and_what_to_change(values: dict[str, object], words: tuple[str, ...]) -> None:
     with pytest.raises(RuntimeFailure) as failed:
-        plan(**settings)  # type: ignore[arg-type]
+        plan(**values)
     assert failed.value.code == "out_of_memory"
     assert all(word in str(failed.value) for word in words), str(failed.value)
-    assert failed.value.metadata["free_bytes"] == str(10 * GIB)
+    assert failed.value.metadata["own_bytes"] == str(2 * GIB)
+
+
+@pytest.mark.usefixtures("there")
+def test_a_cache_is_refused_when_others_hold_the_memory_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_cache_fits(CPU, 10 * GIB)
+    monkeypatch.setattr(memory, "device_memory", lambda _: HostMemory(20 * GIB, 3 * GIB, "/pod/a"))
+    monkeypatch.setattr(memory, "who_holds", lambda _: "python3 (process 7) 15.00 GiB")
+    with pytest.raises(RuntimeFailure) as failed:
+        check_cache_fits(CPU, 10 * GIB)
+    text = str(failed.value)
+    for words in (
+        "needs 10.00 GiB",
+        "control group /pod/a has 3.00 GiB free",
+        "this process holds 2.00 GiB",
+        "others hold: python3 (process 7) 15.00 GiB",
+        "lower num_kv_blocks or kv_cache_bytes",
+    ):
+        assert words in text, text
+    assert failed.value.metadata["free_bytes"] == str(3 * GIB)
 
 
 def test_a_failed_allocation_is_explained() -> None:

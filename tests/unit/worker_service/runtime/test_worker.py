@@ -29,7 +29,9 @@ class Settings:
     device: str = "cpu"
     threads: int | None = 1
     memory_fraction: float = 0.9
+    memory_limit_bytes: int | None = None
     kv_cache_bytes: int | None = None
+    local_ranks: int = 1
 
 
 def ignore(*_: object) -> None:
@@ -168,8 +170,8 @@ def test_absurd_step_sizes_are_refused(tiny_path: Path, numbers: tuple[int, int]
 
 def test_too_large_a_cache_says_what_is_free(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = loaded(tiny_path)
-    monkeypatch.setattr(worker, "device_memory", lambda _: HostMemory(2**20, 2**20))
-    with pytest.raises(RuntimeFailure, match=r"1048576 free; lower num_kv_blocks") as failed:
+    monkeypatch.setattr(memory, "device_memory", lambda _: HostMemory(2**20, 2**20))
+    with pytest.raises(RuntimeFailure, match=r"1\.0 MiB free; .*; lower num_kv_blocks") as failed:
         runtime.initialize_cache(10_000, 16, 64)
     assert failed.value.code == "out_of_memory"
     assert failed.value.metadata["needed_bytes"] == str(10_000 * 16 * 512)
