@@ -14,7 +14,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A packed batch. Sequences come as decodes (one new token), longest first, then prefill chunks.
+    """A packed batch, its sequences as they are in the step, or as `build_batch` was asked to order them.
 
     By token: `token_ids`, `positions`, `slots` [num_tokens]. By sequence: `rows` of the table, `counts`
     of new tokens, `computed` before, block `tables`. Of the sequences to sample: `sampled_tokens`, the
@@ -36,12 +36,15 @@ class StepBatch:
         return len(self.rows)
 
 
-def build_batch(step: StepInput, checked: CheckedStep, table: SequenceTable) -> StepBatch:
-    """The batch of a checked step; `table` must hold its sequences and blocks already. Changes nothing."""
+def build_batch(step: StepInput, checked: CheckedStep, table: SequenceTable, *, decodes_first: bool) -> StepBatch:
+    """The batch of a checked step; `table` must hold its sequences and blocks already. Changes nothing.
+
+    With `decodes_first` sequences of one new token come first, the longest at the head, then prefill chunks.
+    """
     all_ids = np.asarray(step.sequence_ids, np.int64).reshape(-1)
     all_rows = np.fromiter((table.row_of[i] for i in step.sequence_ids), np.int64, len(all_ids))
-    # Decodes first; among them the longest first, so that neighbours are of like length.
-    order = np.lexsort((-checked.computed, checked.scheduled != 1))
+    # The longest first, so that neighbours are of like length.
+    order = np.lexsort((-checked.computed, checked.scheduled != 1)) if decodes_first else np.arange(len(all_rows))
     order = order[~table.skipped[all_rows[order]]]
     rows, counts, computed = all_rows[order], checked.scheduled[order], checked.computed[order]
     starts = np.cumsum(counts) - counts

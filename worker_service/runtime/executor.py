@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker_service.models.decoder import Decoder
+from worker_service.models.model import Model
 from worker_service.runtime.attention import TILE, AttentionPlanner, PagedAttention, gather_bytes
 from worker_service.runtime.batch import StepBatch
 from worker_service.runtime.kv_cache import CacheShape, KvCache
@@ -18,6 +18,11 @@ BoolArray = NDArray[np.bool_]
 
 class Executor(Protocol):
     """Computes steps over `num_blocks` blocks of `block_size` positions. Used by one thread only."""
+
+    @property
+    def wants_decodes_first(self) -> bool:
+        """How batches are to be ordered, see `build_batch`."""
+        ...
 
     @property
     def device(self) -> torch.device: ...
@@ -55,7 +60,9 @@ class Executor(Protocol):
 class TorchExecutor:
     """A decoder of plain torch operators, on any device."""
 
-    def __init__(self, model: Decoder, cache: KvCache, *, max_model_len: int, device: torch.device) -> None:
+    wants_decodes_first = True
+
+    def __init__(self, model: Model, cache: KvCache, *, max_model_len: int, device: torch.device) -> None:
         self._model = model
         self._cache = cache
         self.device = device

@@ -51,7 +51,7 @@ class ModelRunner:
         checked = check_step(step, self._table)
         self._apply(step, checked)
         output.errors.update(checked.sequence_errors)
-        batch = build_batch(step, checked, self._table)
+        batch = build_batch(step, checked, self._table, decodes_first=self._executor.wants_decodes_first)
         rows = np.fromiter((self._table.row_of[i] for i in step.sequence_ids), np.int64, len(step.sequence_ids))
         self._table.num_computed[rows] += checked.scheduled
         if not len(batch):
