@@ -25,6 +25,10 @@ class WorkerSettings(BaseModel):
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of the model; by default the cores this process may use."
     )
+    native_kernels: bool = Field(
+        True,
+        description="On a CPU, compute with kernels compiled for it where there are some for the model, not plain torch.",
+    )
     memory_fraction: float = Field(
         0.9, gt=0.0, le=1.0, description="Part of the device's memory that this process may use."
     )

@@ -33,8 +33,16 @@ SERVE = SettingsGroup(
     {
         SchedulerSettings: [name for name in SchedulerSettings.model_fields if name != "workers"],
         WorkerSettings: [
-            *("device", "threads", "memory_fraction", "memory_limit_bytes", "kv_cache_bytes"),
-            *("restart_store", "restart_store_bytes"),
+            *(
+                "device",
+                "threads",
+                "native_kernels",
+                "memory_fraction",
+                "memory_limit_bytes",
+                "kv_cache_bytes",
+                "restart_store",
+                "restart_store_bytes",
+            ),
             *("sim_compute_flops", "sim_bandwidth_bytes", "sim_latency_s", "sim_memory_bytes"),
         ],
         SupervisorSettings: list(SupervisorSettings.model_fields),

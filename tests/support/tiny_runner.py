@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from loader.checkpoint import open_checkpoint
 from loader.quantised.load import load_rank
-from loader.quantised.rounding import Rounding
+from loader.quantised.roundings import Rounding
 from loader.shares import RankPlace
 from worker_service.models.decoder import Decoder
 from worker_service.models.registry import build_model
 from worker_service.runtime.executor import TorchExecutor
 from worker_service.runtime.kv_cache import CacheShape, KvCache
+from worker_service.runtime.native import NativeExecutor
 from worker_service.runtime.runner import ModelRunner
 from worker_service.runtime.step import Logprobs, NewSequence, Sampling, StepInput, StepOutput
 
@@ -95,7 +96,7 @@ class Driven:
 class Driver:
     """Plans steps for a runner: scattered blocks, chunks of any size, preemption. Applies each answer at once."""
 
-    def __init__(self, runner: ModelRunner, cache: KvCache, seed: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, cache: KvCache | NativeExecutor, seed: int = 0) -> None:
         self.runner = runner
         self.block_size = cache.block_size
         self.free = list(range(cache.num_blocks))

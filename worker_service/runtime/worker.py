@@ -9,6 +9,8 @@ import torch
 
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.shares import RankPlace
+from worker_service.kernels.native import Pool
+from worker_service.models.native import computes
 from worker_service.runtime.device import choose_dtype, device_name, open_device, usable_cores
 from worker_service.runtime.dummy import decode_step, largest_lengths, num_blocks_of, prefill_step
 from worker_service.runtime.engine import Engine, TorchEngine
@@ -24,6 +26,7 @@ from worker_service.runtime.memory import (
     peak_bytes,
     plan_cache,
 )
+from worker_service.runtime.native import NativeEngine, native_pool
 from worker_service.runtime.preload import check_before_load
 from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
 from worker_service.runtime.restart_store import RestartStore
@@ -45,6 +48,8 @@ class RuntimeSettings(MemorySettings, Protocol):
     def device(self) -> str: ...
     @property
     def threads(self) -> int | None: ...
+    @property
+    def native_kernels(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class WorkerRuntime:
         self._store = store
         self._place = RankPlace()
         self._device: torch.device | None = None
+        self._pool: Pool | None = None
         self._loaded: _Loaded | None = None
         self._executor: Executor | None = None
         self._runner: ModelRunner | None = None
@@ -101,6 +107,8 @@ class WorkerRuntime:
         if self._device not in (None, device):
             self.reset(Phase.STARTING)
         self._device, self._place = device, place
+        if self._pool is None and device.type == "cpu" and self._settings.native_kernels:
+            self._pool = native_pool(self._settings.threads or usable_cores())
         memory = device_memory(device)
         return DeviceInfo(str(device), device_name(device), memory.total_bytes, memory.free_bytes)
 
@@ -204,10 +212,17 @@ class WorkerRuntime:
         if self._store is not None:
             self._store.forget()
 
+    def _make_engine(self, job: LoadJob) -> Engine:
+        """The compiled kernels where they compute the model, else plain torch. Raises as TorchEngine does."""
+        config = job.checkpoint.config
+        if self._pool is not None and computes(config, job.place, job.dtype):
+            return NativeEngine(config, job.dtype, self._pool)
+        return TorchEngine(config, job.place, job.dtype, job.device)
+
     def _load(self, job: LoadJob, phases: LoadPhases) -> _Loaded:
         path = job.checkpoint.path
         try:
-            engine: Engine = TorchEngine(job.checkpoint.config, job.place, job.dtype, job.device)
+            engine = self._make_engine(job)
         except ValueError as error:
             raise RuntimeFailure("unsupported", f"the model cannot be split over these ranks: {error}") from error
         with explains_out_of_memory(job.device, f"the weights of {path}", "use a smaller model"):

@@ -28,6 +28,7 @@ DEMO = CACHE / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 class Settings:
     device: str = "cpu"
     threads: int | None = 1
+    native_kernels: bool = False
     memory_fraction: float = 0.9
     memory_limit_bytes: int | None = None
     kv_cache_bytes: int | None = None
