@@ -10,8 +10,9 @@ from loader.reading.extents import Fragment
 from loader.reading.results import STORED_DTYPES, Source
 from loader.tensors import TensorInfo
 
-# 2^18 float32 values stay in a core's cache, and keep what a thread takes for decoding under 4 MiB.
+# 2^18 float32 values stay in a core's cache. A decoder has four such tensors at a time at most.
 _STEP_VALUES = 1 << 18
+DECODE_BYTES = 4 * 4 * _STEP_VALUES
 
 
 def place(fragment: Fragment, raw: Tensor, target: Tensor) -> None:

@@ -1,6 +1,6 @@
 """What is read in one go: ranges of a file, over as many neighbouring tensors as a buffer has room for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,23 +60,29 @@ class Extent:
     def wanted_bytes(self) -> int:
         return sum(fragment.wanted_bytes for fragment in self.fragments)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Its size in whole pages."""
+        return self.stop + -self.stop % PAGE_BYTES - self.start + self.start % PAGE_BYTES
 
-def buffer_bytes(results: Sequence[Result], least: int) -> int:
-    """How large a buffer must be for every extent: `least`, or more for a row that must be decoded whole."""
+
+def least_room(results: Sequence[Result]) -> int:
+    """What a buffer must have for the longest row that is taken apart, at whatever place in a page it begins."""
     longest = 0
     for result in results:
         for source in result.sources:
             if _in_rows(source):
                 longest = max(longest, source.rows.runs.run_bytes)
-    return max(least, longest + -longest % PAGE_BYTES + 2 * PAGE_BYTES)
+    return longest + -longest % PAGE_BYTES + 2 * PAGE_BYTES
 
 
-def extents(results: Sequence[Result], room: int) -> Iterator[Extent]:
-    """All that `results` need, in their order. No extent, widened to whole pages, takes more than `room` bytes.
+def extents(results: Sequence[Result], room: Callable[[], int]) -> Iterator[Extent]:
+    """All that `results` need, in their order.
 
-    Neighbours in the file, with less than a page between them, are read together.
+    Neighbours in the file, with less than a page between them, are read together. An extent, widened to whole pages,
+    takes at most as many bytes as `room` says when it is begun; these must be whole pages, and `least_room` at least.
     """
-    number = 0
+    number = limit = 0
     extent: Extent | None = None
     for result, source in ((owner, source) for owner in results for source in owner.sources):
         for piece in _pieces(source):
@@ -87,8 +93,8 @@ def extents(results: Sequence[Result], room: int) -> Iterator[Extent]:
                     extent = None
                 if extent is None:
                     extent = Extent(number, source.info.file, rest.start, rest.start, rest.is_shared)
+                    limit = rest.start - rest.start % PAGE_BYTES + room()
                     number += 1
-                limit = extent.start - extent.start % PAGE_BYTES + room
                 fragment, rest = rest.cut(result, source, limit)
                 if fragment is None:
                     yield extent

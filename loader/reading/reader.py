@@ -10,18 +10,16 @@ from types import TracebackType
 
 import torch
 
-from loader.reading.decode import place
-from loader.reading.extents import PAGE_BYTES, Extent, Fragment, buffer_bytes, extents
+from loader.reading.decode import DECODE_BYTES, place
+from loader.reading.extents import PAGE_BYTES, Extent, Fragment, extents, least_room
 from loader.reading.files import DataFile, Memory, Straight
 from loader.reading.report import LoadReport
 from loader.reading.results import Allocate, Result
 from loader.reading.staging import Staging, staging_for
-from loader.reading.tuning import MAX_THREADS, Method, Tuner
+from loader.reading.tuning import MAX_THREADS, Method, Tuner, most_buffer_bytes
 
-# A read buffer of a thread. Larger ones read no faster, see docs/experiments.md.
-SLOT_BYTES = 4 << 20
-# With `MAX_THREADS` slots, and as much again for decoding, this is what the reads of a load may take.
-READ_BUFFER_BYTES = 2 * MAX_THREADS * SLOT_BYTES
+# The read buffers of all threads, and what they decode with: what the reads of a load may take.
+READ_BUFFER_BYTES = most_buffer_bytes() + MAX_THREADS * DECODE_BYTES
 _POLL_SECONDS = 0.1
 
 
@@ -46,15 +44,13 @@ class Reader:
         self._results = results
         self._allocate = allocate
         self._report = report
-        self._room = buffer_bytes(results, SLOT_BYTES)
+        self._least_room = least_room(results)
         self._files = _files_of(results)
+        self._pace = next((file.storage.disk for file in self._files.values()), None)
         self._extents = extents(results, self._room)
         self._upcoming = next(self._extents, None)
-        self._pace: Tuner | None = None
-        if self._upcoming is not None:
-            self._pace = self._files[self._upcoming.file].storage.disk
         largest = max((result.num_bytes for result in results), default=0)
-        self._max_ahead = largest + max(READ_BUFFER_BYTES, MAX_THREADS * self._room) if is_delivered else None
+        self._max_ahead = largest + max(READ_BUFFER_BYTES, MAX_THREADS * self._least_room) if is_delivered else None
         self._ahead = 0
         self._done: set[str] = set()
         self._num_delivered = 0
@@ -102,6 +98,10 @@ class Reader:
             self._ahead -= result.num_bytes
             self._changed.notify_all()
 
+    def _room(self) -> int:
+        assert self._pace is not None
+        return max(self._pace.setting.read_bytes, self._least_room)
+
     def _complete(self) -> list[Result]:
         """The results that follow those delivered and are complete."""
         found = []
@@ -133,7 +133,7 @@ class Reader:
     def _work(self, number: int) -> None:
         # Torch's own threads, woken for each small piece, cost more than they give.
         torch.set_num_threads(1)
-        lane = _Lane(self._room)
+        lane = _Lane()
         position = -1
         try:
             while (extent := self._take(number)) is not None:
@@ -171,7 +171,7 @@ class Reader:
         file = self._files[extent.file]
         method = file.choose(extent)
         pace = file.storage.cache if method == "cached" else file.storage.disk
-        staging, slot = lane.way_to(_device(extent))
+        staging, slot = lane.way_to(_device(extent), max(extent.buffer_bytes, pace.setting.read_bytes))
         straight = [_straight(fragment) for fragment in extent.fragments if _is_straight(fragment)]
         start = time.perf_counter()
         pace.begin(start)
@@ -218,20 +218,22 @@ class Reader:
 class _Lane:
     """A reading thread's buffers."""
 
-    def __init__(self, room: int) -> None:
-        self._room = room
+    def __init__(self) -> None:
         self._ways: dict[torch.device, tuple[Staging, Memory]] = {}
 
     @property
     def num_bytes(self) -> int:
-        return len(self._ways) * self._room
+        return sum(len(slot.bytes) for _, slot in self._ways.values())
 
-    def way_to(self, device: torch.device) -> tuple[Staging, Memory]:
-        """The buffer for what is bound for `device`."""
-        if device not in self._ways:
-            staging = staging_for(device)
-            self._ways[device] = staging, Memory(staging.buffer(self._room))
-        return self._ways[device]
+    def way_to(self, device: torch.device, num_bytes: int) -> tuple[Staging, Memory]:
+        """A buffer of at least `num_bytes` for what is bound for `device`."""
+        way = self._ways.pop(device, None)
+        if way is None or len(way[1].bytes) < num_bytes:
+            staging = staging_for(device) if way is None else way[0]
+            del way  # the smaller buffer, before the larger is taken
+            way = staging, Memory(staging.buffer(num_bytes))
+        self._ways[device] = way
+        return way
 
 
 def _files_of(results: Sequence[Result]) -> Mapping[Path, DataFile]:

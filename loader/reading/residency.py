@@ -53,7 +53,7 @@ def _mapped_pages(descriptor: int, first: int, last: int) -> int | None:
     try:
         length = min(length, os.fstat(descriptor).st_size - first * _PAGE_BYTES)
         mapping = mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=first * _PAGE_BYTES)
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):
         return None
     with mapping:
         view = np.frombuffer(mapping, np.uint8)

@@ -9,13 +9,14 @@ from typing import Literal
 Method = Literal["direct", "buffered", "cached"]
 
 MAX_THREADS = 16
-_WINDOW_BYTES = 48 << 20
+_WINDOW_BYTES = 96 << 20
 _WINDOW_SECONDS = 0.02
-# Fewer threads may lose this much, for they leave more to others; more threads must win that much.
-_TOLERANCE = 0.03
-_CLEAR_GAIN = 0.06
-# Page cache and copying cost what bypassing them does not, so the other method must win clearly, and twice.
-_METHOD_GAIN = 0.1
+# Storages have moods, and more threads take more memory: another setting must win by this.
+_CLEAR_GAIN = 0.1
+# What is in flight at once stays about the same: few threads read large pieces, many read small ones.
+_IN_FLIGHT_BYTES = 32 << 20
+_MAX_READ_BYTES = 16 << 20
+_CACHED_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,24 @@ class Setting:
     method: Method
     threads: int
 
+    @property
+    def read_bytes(self) -> int:
+        """The most that one read asks for. What is in memory is read in pieces that a core's caches can hold."""
+        if self.method == "cached":
+            return _CACHED_READ_BYTES
+        return min(_MAX_READ_BYTES, (_IN_FLIGHT_BYTES // self.threads) >> 20 << 20)
+
+
+def most_buffer_bytes() -> int:
+    """What the buffers of all threads have at most, when each has grown to the largest reads that it made."""
+    return sum(Setting("direct", number + 1).read_bytes for number in range(MAX_THREADS))
+
 
 class Tuner:
-    """Finds the setting with which most bytes a second are in their place, over windows of some tens of MiB.
+    """Finds the setting with which most bytes a second are in their place, over windows of about 100 MiB.
 
-    The number of threads is doubled while that clearly helps; if it never did, it is halved while that costs nothing.
-    Then, with that many threads, the other methods are tried.
+    The number of threads is doubled while that clearly helps; then, with that many, the other methods are tried. Two
+    are the fewest: one would leave the storage idle while it puts bytes in their place.
     """
 
     def __init__(self, methods: tuple[Method, ...], threads: int) -> None:
@@ -94,27 +107,27 @@ class Tuner:
     def _try_all(self) -> Generator[None, float, None]:
         """Sets one setting after the other, and is sent the rate of each; leaves the best."""
         best, rate = self.setting, (yield)
-        has_grown = False
         while best.threads < MAX_THREADS:
-            self.setting = replace(best, threads=best.threads * 2)
-            found = yield
-            if found < rate * (1 + _CLEAR_GAIN):
+            found = yield from self._compare(replace(best, threads=best.threads * 2), best, rate)
+            if found is None:
                 break
-            best, rate, has_grown = self.setting, found, True
-        while best.threads > 1 and not has_grown:
-            self.setting = replace(best, threads=best.threads // 2)
-            found = yield
-            if found < rate * (1 - _TOLERANCE):
-                break
-            best, rate = self.setting, max(found, rate)
+            best, rate = self.setting, found
         for method in self._others:
-            self.setting = replace(best, method=method)
-            found = yield
-            if found > rate * (1 + _METHOD_GAIN):
-                found = min(found, (yield))
-            if found > rate * (1 + _METHOD_GAIN):
+            found = yield from self._compare(replace(best, method=method), best, rate)
+            if found is not None:
                 best, rate = self.setting, found
         self.setting = best
+
+    def _compare(self, other: Setting, best: Setting, rate: float) -> Generator[None, float, float | None]:
+        """The rate of `other` where it clearly beats `best`, also when `best` is tried once more."""
+        self.setting = other
+        found = yield
+        if found < rate * (1 + _CLEAR_GAIN):
+            return None
+        self.setting = best
+        again = yield
+        self.setting = other
+        return found if found > again * (1 + _CLEAR_GAIN) else None
 
 
 @dataclass(slots=True)
@@ -125,7 +138,7 @@ class Storage:
     device takes any, 512 for many virtual ones.
     """
 
-    disk: Tuner = field(default_factory=lambda: Tuner(("direct", "buffered"), 4))
+    disk: Tuner = field(default_factory=lambda: Tuner(("direct", "buffered"), 2))
     cache: Tuner = field(default_factory=lambda: Tuner(("cached",), 2))
     memory_alignment: int = 4
 

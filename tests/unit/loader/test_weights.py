@@ -36,7 +36,7 @@ def part(checkpoint: Checkpoint, name: str, dim: int | None, start: int = 0, sto
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks so small that every tensor takes several."""
     monkeypatch.setattr("loader.reading.decode._STEP_VALUES", 700)
-    monkeypatch.setattr("loader.reading.reader.SLOT_BYTES", 8192)
+    monkeypatch.setattr("loader.reading.tuning.Setting.read_bytes", 8192)
 
 
 @pytest.fixture

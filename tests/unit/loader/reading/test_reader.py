@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from loader.byte_runs import BLOCKS, byte_runs
-from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.reading.results import STORED_DTYPES
 from loader.reading.tuning import Method, Storage, Tuner
 from loader.tensors import Piece, TensorInfo, WeightSlice
 from loader.weights import LoadReport, bytes_to_read, load_weights
-from tests.support.tiny_checkpoint import make_tiny_llama
+from tests.support.fake_checkpoint import fake_checkpoint
 
 METHODS: tuple[Method, ...] = ("direct", "buffered", "cached")
 FLOATS = ("F32", "F16", "BF16")
@@ -84,11 +83,6 @@ def _in_order(stored: np.ndarray, heads: int | None) -> np.ndarray:
     return stored[order]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(make_tiny_llama(tmp_path_factory.mktemp("base")))
-
-
 @pytest.fixture
 def files(tmp_path: Path, request: pytest.FixtureRequest) -> Files:
     return Files(tmp_path, getattr(request, "param", 0))
@@ -150,20 +144,18 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     storage = Storage(disk=Tuner((name,), 3), cache=Tuner((name,), 3))
     monkeypatch.setattr("loader.reading.files.storage_of", lambda device: storage)
     monkeypatch.setattr("loader.reading.files.is_resident", lambda *_: name == "cached")
-    monkeypatch.setattr("loader.reading.reader.SLOT_BYTES", 8192)
+    monkeypatch.setattr("loader.reading.tuning.Setting.read_bytes", 8192)
     monkeypatch.setattr("loader.reading.decode._STEP_VALUES", 700)
     return name
 
 
 @pytest.mark.parametrize("files", range(25), indirect=True)
-def test_any_slice_of_any_tensor(
-    files: Files, base: Checkpoint, method: Method, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_slice_of_any_tensor(files: Files, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     if files.rng.random() < 0.5:
         monkeypatch.setattr("loader.reading.extents.LONG_RUN_BYTES", 64)
     tensors = list(random_tensors(files))
     files.write()
-    checkpoint = replace(base, tensors={stored.info.name: stored.info for stored in tensors})
+    checkpoint = fake_checkpoint(stored.info for stored in tensors)
     dtype = files.rng.choice(TORCH_FLOATS)
     wanted = [random_want(files.rng, stored) for stored in tensors]
     seen: list[int] = [0]
@@ -180,7 +172,7 @@ def test_any_slice_of_any_tensor(
 
 
 @pytest.mark.parametrize("files", range(12), indirect=True)
-def test_tensors_stored_in_pieces(files: Files, base: Checkpoint, method: Method) -> None:
+def test_tensors_stored_in_pieces(files: Files, method: Method) -> None:
     rng = files.rng
     tensors, whole = {}, {}
     for number in range(6):
@@ -199,7 +191,7 @@ def test_tensors_stored_in_pieces(files: Files, base: Checkpoint, method: Method
         floats = None if parts[0].floats is None else torch.cat([part.floats for part in parts], dim)  # type: ignore
         tensors[name], whole[name] = info, Stored(info, floats, torch.cat([part.raw for part in parts], dim))
     files.write()
-    checkpoint = replace(base, tensors=tensors)
+    checkpoint = fake_checkpoint(tensors.values())
     wanted = [random_want(rng, stored) for stored in whole.values()]
     seen = [0]
     loaded = load_weights(checkpoint, wanted, dtype=torch.float32, progress=seen.append, cancelled=lambda: False)
@@ -210,7 +202,7 @@ def test_tensors_stored_in_pieces(files: Files, base: Checkpoint, method: Method
 
 @pytest.mark.parametrize("alignment", [4, 512])
 def test_direct_reads_fill_tensors_without_a_copy(
-    files: Files, base: Checkpoint, monkeypatch: pytest.MonkeyPatch, alignment: int
+    files: Files, monkeypatch: pytest.MonkeyPatch, alignment: int
 ) -> None:
     """Where the tensor lies to a page as its bytes do in the file, all but its first and last page."""
     stored = files.tensor("t", "F32", (5000, 2))
@@ -230,7 +222,7 @@ def test_direct_reads_fill_tensors_without_a_copy(
 
     monkeypatch.setattr("loader.reading.files.os.preadv", recorded)
     want = WeightSlice("t", (5000, 2))
-    checkpoint = replace(base, tensors={"t": stored.info})
+    checkpoint = fake_checkpoint([stored.info])
     load_weights(
         checkpoint,
         [want],

@@ -1,0 +1,1 @@
+"""What benchmarks.load_speed is made of."""
