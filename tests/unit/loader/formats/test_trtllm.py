@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from loader.byte_runs import rank_byte_runs
@@ -12,6 +13,7 @@ from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError
 from loader.layout import weight_slices
 from loader.shares import RankPlace
+from loader.weights import load_weights
 from tests.support.slow_reader import read_slowly
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from tests.support.tiny_trtllm import make_tiny_trtllm
@@ -90,6 +92,19 @@ def test_any_split_of_ours_finds_its_bytes(tmp_path: Path, plain: Callable[..., 
         wanted = weight_slices(expected.config, RankPlace(rank, 4))
         sizes = [sum(run.num_bytes for run in rank_byte_runs(c.path, c.tensors, wanted)) for c in (expected, found)]
         assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (4, 1), (2, 2)])
+def test_any_split_of_ours_loads_the_same(tmp_path: Path, plain: Callable[..., Any], tp: int, pp: int) -> None:
+    expected, config = plain()
+    found = open_checkpoint(make_tiny_trtllm(tmp_path / "trt", config, tp=4))
+    for place in (RankPlace(rank, tp, stage, pp) for stage in range(pp) for rank in range(tp)):
+        wanted = weight_slices(expected.config, place)
+        first, second = (
+            load_weights(c, wanted, dtype=torch.float32, progress=lambda n: None, cancelled=lambda: False)
+            for c in (expected, found)
+        )
+        assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 # --- what is refused
