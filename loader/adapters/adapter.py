@@ -20,13 +20,11 @@ from loader.adapters.contents import (
     take_module,
 )
 from loader.adapters.names import parse_names
-from loader.adapters.targets import EMBEDDING, HEAD, Target, base_modules, find_targets, is_saved_by
+from loader.adapters.targets import EMBEDDING, HEAD, Target, TrainedModule, find_targets, is_saved_by, trained_modules
 from loader.config import ModelConfig
 from loader.errors import CheckpointError
 from loader.files import open_regular, read_exactly
-from loader.layout import Linear, Parameter, Vector
 from loader.safetensors_format import read_safetensors_file
-from loader.shares import RankPlace
 from loader.tensors import TensorInfo
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -57,8 +55,10 @@ class Adapter:
     @property
     def total_bytes(self) -> int:
         """Bytes of all its tensors, as stored."""
-        factors = sum(module.a.num_bytes + module.b.num_bytes for module in self.modules.values())
-        return factors + sum(info.num_bytes for info in self.full_weights.values())
+        factors = (info for module in self.modules.values() for info in (module.a, module.b))
+        # Modules that the family joins have one first factor together.
+        stored = {info.offset: info.num_bytes for info in (*factors, *self.full_weights.values())}
+        return sum(stored.values())
 
 
 def open_adapter(path: Path, base: ModelConfig, *, max_rank: int | None = None) -> Adapter:
@@ -73,7 +73,10 @@ def open_adapter(path: Path, base: ModelConfig, *, max_rank: int | None = None) 
     if not path.is_dir():
         raise _not_an_adapter(path)
     config = read_lora_config(path)
-    modules = base_modules(base, RankPlace())
+    modules = trained_modules(base)
+    if not any(module.is_linear for module in modules.values()):
+        what = f"is for a {base.architecture}, whose modules are not known here: adapters of such a model"
+        raise unsupported(config.file, what, MERGE_WITH_PEFT, base.architecture)
     _check_biases(config, modules)
     targets = find_targets(config, modules)
     if not targets:
@@ -86,7 +89,9 @@ def open_adapter(path: Path, base: ModelConfig, *, max_rank: int | None = None) 
             raise invalid(info, f"is stored as {info.dtype}", "save the adapter in one of these", ", ".join(_DTYPES))
     if base.tie_word_embeddings:
         _check_tied(config, targets, stored)
-    found = {name: take_module(file, target, modules[name], stored) for name, target in targets.items()}
+    found = {
+        lora.name: lora for name, target in targets.items() for lora in take_module(file, target, modules[name], stored)
+    }
     full_weights = take_full_weights(file, config, modules, stored)
     refuse_rest(modules, stored)
     return Adapter(path, base, config, file, found, full_weights)
@@ -139,8 +144,10 @@ def _find_weights(folder: Path) -> Path:
     )
 
 
-def _no_module_matches(config: LoraConfig, modules: Mapping[str, Parameter]) -> CheckpointError:
-    kinds = sorted({name.rpartition(".")[2] for name, module in modules.items() if not isinstance(module, Vector)})
+def _no_module_matches(config: LoraConfig, modules: Mapping[str, TrainedModule]) -> CheckpointError:
+    kinds = sorted(
+        {name.rpartition(".")[2] for name, module in modules.items() if module.is_linear or module.is_embedding}
+    )
     wanted = config.target_modules if isinstance(config.target_modules, str) else ", ".join(config.target_modules)
     return CheckpointError(
         "invalid",
@@ -168,9 +175,9 @@ def _check_ranks(config: LoraConfig, targets: Mapping[str, Target], max_rank: in
     )
 
 
-def _check_biases(config: LoraConfig, modules: Mapping[str, Parameter]) -> None:
+def _check_biases(config: LoraConfig, modules: Mapping[str, TrainedModule]) -> None:
     """PEFT's `bias` trains the base's own biases; where it has none it means nothing."""
-    if config.has_trained_biases and any(isinstance(module, Linear) and module.bias for module in modules.values()):
+    if config.has_trained_biases and any(module.has_bias for module in modules.values()):
         raise unsupported(config.file, "has bias: it replaces the base model's own biases", MERGE_WITH_PEFT, "bias")
 
 

@@ -1,14 +1,15 @@
 """Taking an adapter's tensors apart: each has its place in the base model, or is refused. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from loader.adapters import names
 from loader.adapters.config import LoraConfig
-from loader.adapters.targets import EMBEDDING, HEAD, Target, is_saved_by
+from loader.adapters.targets import EMBEDDING, HEAD, Target, TrainedModule, is_saved_by
 from loader.errors import CheckpointError
-from loader.layout import Embedding, Linear, Parameter
+from loader.layout import Parameter
+from loader.stored_names import rows_of
 from loader.tensors import TensorInfo
 
 CHECK_BASE = "use the base model that the adapter was trained on"
@@ -31,39 +32,45 @@ class LoraModule:
     b: TensorInfo
 
 
-def take_module(file: Path, target: Target, module: Parameter, stored: Stored) -> LoraModule:
-    """Takes the two factors of a module out of `stored`. Raises CheckpointError for one that is missing or has another
-    shape than rank and base say."""
-    if isinstance(module, Embedding):
-        (first, second), (inputs, outputs) = (names.EMBEDDING_A, names.EMBEDDING_B), (module.rows.size, module.columns)
-    elif isinstance(module, Linear):
-        (first, second), (inputs, outputs) = (names.A, names.B), (module.inputs.size, module.outputs.size)
-    else:
-        raise TypeError(f"{target.name} is no module that takes a product")
+def take_module(file: Path, target: Target, module: TrainedModule, stored: Stored) -> Iterator[LoraModule]:
+    """Takes the two factors of a module out of `stored`; where it joins several of ours, each gets its rows of the
+    second, and all of the first.
+
+    Raises CheckpointError for one that is missing or has another shape than rank and base say.
+    """
+    rows, inputs = module.weight_shape
+    outputs, first, second = rows, names.A, names.B
+    if module.is_embedding:
+        outputs, inputs, first, second = inputs, rows, names.EMBEDDING_A, names.EMBEDDING_B
     a = _take(file, target.name, first, (target.rank, inputs), stored)
     b = _take(file, target.name, second, (outputs, target.rank), stored)
-    return LoraModule(target.name, target.rank, target.scaling, a, b)
+    if module.is_embedding:
+        yield LoraModule(target.name, target.rank, target.scaling, a, b)
+        return
+    for part, info in _split(module, b):
+        yield LoraModule(part.name, target.rank, target.scaling, a, info)
 
 
 def take_full_weights(
-    file: Path, config: LoraConfig, modules: Mapping[str, Parameter], stored: Stored
+    file: Path, config: LoraConfig, modules: Mapping[str, TrainedModule], stored: Stored
 ) -> dict[str, TensorInfo]:
     """Takes the weights that replace those of the base out of `stored`, by the names of the base's tensors.
 
     They are what modules_to_save names, and embedding and head, which PEFT adds where it finds them adapted or
     resized. Raises CheckpointError for one that is missing or has another shape, and for a module that is not there.
     """
-    taken = {}
+    taken: dict[str, TensorInfo] = {}
     for name, module in modules.items():
-        weight, bias = _shapes(module)
+        shape = module.weight_shape
         if any(is_saved_by(entry, name) for entry in config.modules_to_save):
-            taken[f"{name}.weight"] = _take(file, name, names.WEIGHT, weight, stored)
-            if bias is not None:
-                taken[f"{name}.bias"] = _take(file, name, names.BIAS, bias, stored)
+            kinds = {names.WEIGHT: shape, names.BIAS: shape[:1]} if module.has_bias else {names.WEIGHT: shape}
+            for kind, expected in kinds.items():
+                whole = _take(file, name, kind, expected, stored)
+                taken |= {f"{part.name}.{kind}": info for part, info in _split(module, whole)}
         elif name in (EMBEDDING, HEAD):
-            for part in (names.WEIGHT, names.BASE_WEIGHT):
-                if (name, part) in stored:
-                    taken[f"{name}.weight"] = _take(file, name, part, weight, stored)
+            for kind in (names.WEIGHT, names.BASE_WEIGHT):
+                if (name, kind) in stored:
+                    taken[f"{name}.weight"] = _take(file, name, kind, shape, stored)
     for entry in config.modules_to_save:
         if not any(is_saved_by(entry, name) for name in modules):
             raise CheckpointError(
@@ -77,7 +84,7 @@ def take_full_weights(
     return taken
 
 
-def refuse_rest(modules: Mapping[str, Parameter], stored: Stored) -> None:
+def refuse_rest(modules: Mapping[str, TrainedModule], stored: Stored) -> None:
     """Raises CheckpointError for a tensor that is left: what an adapter holds and nobody uses is an adapter that does
     something else than it was trained to."""
     for (module, part), info in stored.items():
@@ -103,14 +110,12 @@ def invalid(info: TensorInfo, what: str, remedy: str, expected: str) -> Checkpoi
     )
 
 
-def _shapes(module: Parameter) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """The shapes of a module's weight and of its bias, if it has one."""
-    if isinstance(module, Linear):
-        bias = (module.outputs.size,) if module.bias else None
-        return (module.outputs.size, module.inputs.size), bias
-    if isinstance(module, Embedding):
-        return (module.rows.size, module.columns), None
-    return (module.size,), None
+def _split(module: TrainedModule, info: TensorInfo) -> Iterator[tuple[Parameter, TensorInfo]]:
+    """Each part of a module with its rows of a tensor that has those of all."""
+    start = 0
+    for part, num_rows in zip(module.parts, module.num_rows, strict=True):
+        yield part, rows_of(info, info.name, start, num_rows)
+        start += num_rows
 
 
 def _take(file: Path, module: str, part: str, shape: tuple[int, ...], stored: Stored) -> TensorInfo:

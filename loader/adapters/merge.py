@@ -27,6 +27,11 @@ def merge_adapter(weights: MutableMapping[str, Tensor], loaded: LoadedAdapter) -
         if name in adapter.modules and adapter.base.tie_word_embeddings:
             what = f"changes {name} of a base model whose embedding is also its head: merging that"
             raise unsupported(adapter.config.file, what, "apply the adapter at run time instead", name)
+    quantisation = adapter.base.quantisation
+    quantised = [name for name in adapter.modules if quantisation is not None and name in quantisation.schemes]
+    if quantised:
+        what = f"changes {quantised[0]}, whose weight is quantised: merging that"
+        raise unsupported(adapter.config.file, what, "apply the adapter at run time instead", quantised[0])
     for name, tensor in loaded.full_weights.items():
         old = _weight(weights, name, tuple(tensor.shape))
         weights[name] = _checked(tensor.to(old.dtype), name, loaded)

@@ -8,11 +8,18 @@ from typing import TypeVar
 from loader.adapters.config import ALL_LINEAR, LoraConfig
 from loader.adapters.patterns import full_matches
 from loader.config import ModelConfig
+from loader.families import FAMILIES
 from loader.layout import Embedding, Linear, Parameter, parameters
 from loader.shares import RankPlace, whole_share
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 Number = TypeVar("Number", int, float)
+_LAYER = re.compile(r"model\.layers\.\d{1,5}\.")
+# Where products of one input are one module: its name by ours.
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
 _PLAIN = re.compile(r"[\w.-]*")
 
 
@@ -23,6 +30,48 @@ class Target:
     name: str
     rank: int
     scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModule:
+    """A module that an adapter may change: one of ours or, where its family joins products of one input, several, the
+    rows of each below those of the one before."""
+
+    parts: tuple[Parameter, ...]
+
+    @property
+    def num_rows(self) -> tuple[int, ...]:
+        """Rows of each part's weight, or values where it is a vector."""
+        return tuple(_num_rows(part) for part in self.parts)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Of all parts together."""
+        first, rows = self.parts[0], sum(self.num_rows)
+        if isinstance(first, Linear):
+            return (rows, first.inputs.size)
+        return (rows, first.columns) if isinstance(first, Embedding) else (rows,)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is a product."""
+        return isinstance(self.parts[0], Linear)
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is looked up by token id."""
+        return isinstance(self.parts[0], Embedding)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether it is a product with a bias."""
+        return isinstance(self.parts[0], Linear) and self.parts[0].bias
+
+
+def _num_rows(part: Parameter) -> int:
+    if isinstance(part, Linear):
+        return part.outputs.size
+    return part.rows.size if isinstance(part, Embedding) else part.size
 
 
 def base_modules(config: ModelConfig, place: RankPlace) -> dict[str, Parameter]:
@@ -40,12 +89,28 @@ def base_modules(config: ModelConfig, place: RankPlace) -> dict[str, Parameter]:
     return modules
 
 
+def trained_modules(config: ModelConfig) -> dict[str, TrainedModule]:
+    """The modules of the whole base model as transformers, and so an adapter, names and joins them."""
+    family = FAMILIES.get(config.architecture)
+    is_fused = family is not None and family.fused
+    stored_names = {ours: stored for stored, ours in family.experts.stored_names} if family and family.experts else {}
+    trained: dict[str, TrainedModule] = {}
+    for name, module in base_modules(config, RankPlace()).items():
+        outer, _, last = name.rpartition(".")
+        whole = f"{outer}.{_FUSED[last]}" if is_fused and last in _FUSED else name
+        if _LAYER.match(name) is not None:
+            whole = ".".join(stored_names.get(part, part) for part in whole.split("."))
+        before = trained.get(whole)
+        trained[whole] = TrainedModule((*(before.parts if before is not None else ()), module))
+    return trained
+
+
 def is_saved_by(entry: str, name: str) -> bool:
     """Whether an entry of modules_to_save means a module, or one that it lies in."""
     return any(outer.endswith(entry) for outer in _outer_names(name))
 
 
-def find_targets(config: LoraConfig, modules: Mapping[str, Parameter]) -> dict[str, Target]:
+def find_targets(config: LoraConfig, modules: Mapping[str, TrainedModule]) -> dict[str, Target]:
     """The modules among those of the base that the config adapts, each with its rank and scaling.
 
     Raises CheckpointError for an expression that is none, or takes too long to match.
@@ -53,7 +118,7 @@ def find_targets(config: LoraConfig, modules: Mapping[str, Parameter]) -> dict[s
     candidates = [
         name
         for name, module in modules.items()
-        if isinstance(module, Linear | Embedding) and not any(is_saved_by(e, name) for e in config.modules_to_save)
+        if (module.is_linear or module.is_embedding) and not any(is_saved_by(e, name) for e in config.modules_to_save)
     ]
     chosen = _chosen(config, modules, candidates)
     ranks = _by_pattern(config, config.rank_pattern, chosen)
@@ -79,9 +144,9 @@ def _ends(name: str) -> Iterator[str]:
         yield ".".join(parts[start:])
 
 
-def _chosen(config: LoraConfig, modules: Mapping[str, Parameter], candidates: list[str]) -> list[str]:
+def _chosen(config: LoraConfig, modules: Mapping[str, TrainedModule], candidates: list[str]) -> list[str]:
     if config.target_modules == ALL_LINEAR:
-        targets = frozenset(name for name in candidates if isinstance(modules[name], Linear) and name != HEAD)
+        targets = frozenset(name for name in candidates if modules[name].is_linear and name != HEAD)
     else:
         targets = _matching(config, config.target_modules, candidates)
     excluded = _matching(config, config.exclude_modules, candidates)

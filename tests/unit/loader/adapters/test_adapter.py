@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 
 from loader.adapters.adapter import adapter_fingerprint, open_adapter
 from loader.checkpoint import Checkpoint, open_checkpoint
+from loader.config import OtherModel
 from loader.errors import CheckpointError
 from tests.support.tiny_adapter import PREFIX, adapter_tensors, layer_modules, make_tiny_adapter, write_adapter
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama, write_safetensors
@@ -195,6 +197,16 @@ def test_factors_that_are_tied_are_refused_where_embedding_and_head_are(
     path = write_adapter(tmp_path / "a", adapter_tensors(base.config, {EMBEDDING: 4}), **options)
     assert open_adapter(path, base.config).modules.keys() == {EMBEDDING}
     assert "ensure_weight_tying" in refused(tied).message
+
+
+def test_a_model_whose_modules_are_not_known_takes_no_adapter(
+    tmp_path: Path, base: Checkpoint, refused: Callable[..., CheckpointError]
+) -> None:
+    make_tiny_adapter(tmp_path / "a", base.config)
+    other = OtherModel({}, {"transformer.h.0.attn.weight": (4, 4)})
+    unknown = dataclasses.replace(base, config=dataclasses.replace(base.config, other=other))
+    error = refused(unknown)
+    assert (error.code, error.found) == ("unsupported", base.config.architecture)
 
 
 def test_pickled_weights_are_refused_with_the_command_that_converts_them(

@@ -1,5 +1,6 @@
 """Merged weights against the sum written out, and against the product added at run time."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from loader.adapters.merge import merge_adapter
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError
 from loader.layout import weight_slices
+from loader.quantised.config import Quantisation
+from loader.quantised.schemes import AwqScheme
 from loader.shares import RankPlace
 from loader.weights import load_weights
 from tests.support.tiny_adapter import PREFIX, adapter_tensors, layer_modules, make_tiny_adapter, write_adapter
-from tests.support.tiny_checkpoint import make_tiny_llama
+from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 ALL_KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -71,6 +74,51 @@ def test_merged_is_what_factors_add_at_run_time(tmp_path: Path, base: Checkpoint
         merge_adapter(weights, loaded)
         merged += own @ weights[f"{name}.weight"].T
     torch.testing.assert_close(merged, added, rtol=1e-5, atol=1e-5)
+
+
+def test_products_that_a_family_joins_get_their_rows_of_the_second_factor(tmp_path: Path) -> None:
+    base = open_checkpoint(make_tiny_llama(tmp_path / "base", config_overrides=TINY_FAMILIES["phi3"]))
+    rng = np.random.default_rng(0)
+    outer, parts = "model.layers.1.self_attn", ("q_proj", "k_proj", "v_proj")
+    a, b = rng.standard_normal((4, 64)).astype(np.float32), rng.standard_normal((128, 4)).astype(np.float32)
+    head = rng.standard_normal((256, 64)).astype(np.float32)
+    tensors = {
+        f"{PREFIX}{outer}.qkv_proj.lora_A.weight": a,
+        f"{PREFIX}{outer}.qkv_proj.lora_B.weight": b,
+        f"{PREFIX}model.layers.0.mlp.gate_up_proj.weight": head,
+    }
+    options = {"target_modules": ["layers.1.self_attn.qkv_proj"], "modules_to_save": ["layers.0.mlp.gate_up_proj"]}
+    adapter = open_adapter(write_adapter(tmp_path / "a", tensors, **options), base.config)
+    assert adapter.total_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    plain, merged = loaded_weights(base, RankPlace()), loaded_weights(base, RankPlace())
+    merge_adapter(merged, load_adapter(adapter, RankPlace()))
+    change = torch.from_numpy(2.0 * b.astype(np.float64) @ a)
+    found = torch.cat([merged[f"{outer}.{part}.weight"] - plain[f"{outer}.{part}.weight"] for part in parts])
+    torch.testing.assert_close(found, change.float(), rtol=1e-4, atol=1e-5)
+    saved = torch.cat([merged[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")])
+    assert torch.equal(saved, torch.from_numpy(head))
+
+
+def test_experts_are_named_as_their_family_names_them(tmp_path: Path) -> None:
+    base = open_checkpoint(make_tiny_llama(tmp_path / "base", config_overrides=TINY_FAMILIES["mixtral"]))
+    ours = {"model.layers.0.mlp.experts.1.up_proj": 4, "model.layers.0.self_attn.q_proj": 4}
+    tensors = {
+        name.replace("mlp.experts.1.up_proj", "block_sparse_moe.experts.1.w3"): tensor
+        for name, tensor in adapter_tensors(base.config, ours).items()
+    }
+    targets = ["layers.0.block_sparse_moe.experts.1.w3", "layers.0.self_attn.q_proj"]
+    adapter = open_adapter(write_adapter(tmp_path / "a", tensors, target_modules=targets), base.config)
+    assert adapter.modules.keys() == ours.keys()
+
+
+def test_a_quantised_weight_is_not_merged(tmp_path: Path, base: Checkpoint) -> None:
+    adapter = open_adapter(make_tiny_adapter(tmp_path / "a", base.config), base.config)
+    name = next(iter(adapter.modules))
+    quantisation = Quantisation("awq", {name: AwqScheme(group_size=32)})
+    quantised = replace(adapter, base=replace(base.config, quantisation=quantisation))
+    loaded = replace(load_adapter(adapter, RankPlace()), adapter=quantised)
+    with pytest.raises(CheckpointError, match=f"changes {name}, whose weight is quantised"):
+        merge_adapter(loaded_weights(base, RankPlace()), loaded)
 
 
 def test_the_sum_is_rounded_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loader.adapters.config import read_lora_config
-from loader.adapters.targets import Target, base_modules, find_targets, is_saved_by
+from loader.adapters.targets import Target, base_modules, find_targets, is_saved_by, trained_modules
 from loader.checkpoint import Checkpoint
 from loader.shares import RankPlace
 from tests.support.tiny_adapter import ADAPTER_CONFIG
@@ -26,7 +26,7 @@ ALL = set(KINDS)
 
 def targets(folder: Path, base: Checkpoint, **changes: Any) -> dict[str, Target]:
     (folder / "adapter_config.json").write_text(json.dumps({**ADAPTER_CONFIG, **changes}))
-    return find_targets(read_lora_config(folder), base_modules(base.config, RankPlace()))
+    return find_targets(read_lora_config(folder), trained_modules(base.config))
 
 
 def by_layer(found: dict[str, Target]) -> list[set[str]]:
