@@ -1,6 +1,6 @@
 """What a rank reads, holds and takes of memory to load, told from headers. Imports no torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -8,6 +8,7 @@ from loader.byte_runs import rank_byte_runs
 from loader.checkpoint import Checkpoint
 from loader.config import ModelConfig
 from loader.layout import Embedding, Linear, parameters, weight_slices
+from loader.quantised.roundings import Rounding, is_rounded, rounded_bytes
 from loader.safetensors_format import DTYPE_BITS
 from loader.shares import RankPlace, grouped_share, stage_layers
 from loader.tensors import WeightSlice
@@ -43,8 +44,15 @@ class RankNeeds:
     kv_bytes_per_token: int
 
 
-def rank_needs(checkpoint: Checkpoint, place: RankPlace, dtype: str, adapter_bytes: int = 0) -> RankNeeds:
-    """What the rank at `place` needs to hold its part in `dtype`, beside adapters of `adapter_bytes`.
+def rank_needs(
+    checkpoint: Checkpoint,
+    place: RankPlace,
+    dtype: str,
+    adapter_bytes: int = 0,
+    rounding: Rounding | None = None,
+) -> RankNeeds:
+    """What the rank at `place` needs to hold its part in `dtype`, beside adapters of `adapter_bytes`, with `rounding`
+    of what is not quantised.
 
     Raises CheckpointError for a tensor of its part that is missing or has another shape, ValueError for a size that
     cannot split the model.
@@ -52,7 +60,7 @@ def rank_needs(checkpoint: Checkpoint, place: RankPlace, dtype: str, adapter_byt
     config, value_bytes = checkpoint.config, DTYPE_BYTES[dtype]
     wanted = weight_slices(config, place)
     read_bytes = sum(run.num_bytes for run in rank_byte_runs(checkpoint.path, checkpoint.tensors, wanted))
-    sizes = {want.name: _part_bytes(checkpoint, want, value_bytes) for want in wanted}
+    sizes = _held_bytes(config, place, value_bytes, rounding)
     weight_bytes = sum(sizes.values())
     # A head that shares the embedding's weight is packed into a copy; looking up rows needs the weight as it was.
     copied = sizes["model.embed_tokens.weight"] if place.is_last_stage and config.tie_word_embeddings else 0
@@ -68,7 +76,7 @@ def rank_needs(checkpoint: Checkpoint, place: RankPlace, dtype: str, adapter_byt
         weight_bytes=weight_bytes,
         adapter_bytes=adapter_bytes,
         resident_bytes=resident_bytes,
-        host_peak_bytes=resident_bytes + _placing_bytes(sizes.items()) + READ_BUFFER_BYTES,
+        host_peak_bytes=resident_bytes + _loading_bytes(checkpoint, place, sizes, value_bytes) + READ_BUFFER_BYTES,
         kv_bytes_per_token=2 * len(layers) * kv_heads * config.head_dim * value_bytes,
     )
 
@@ -84,11 +92,45 @@ def num_parameters(config: ModelConfig) -> int:
     return total
 
 
-def _part_bytes(checkpoint: Checkpoint, want: WeightSlice, value_bytes: int) -> int:
-    """Bytes of a part once loaded: words and scales of quantised weights stay in the type they are stored in."""
-    if want.as_stored:
-        return prod(want.part_shape) * DTYPE_BITS[checkpoint.tensors[want.name].dtype] // 8
-    return prod(want.part_shape) * value_bytes
+def _held_bytes(config: ModelConfig, place: RankPlace, value_bytes: int, rounding: Rounding | None) -> dict[str, int]:
+    """Bytes of a rank's weights and biases once loaded, by name."""
+    sizes: dict[str, int] = {}
+    for part in parameters(config, place):
+        wanted = part.slices()
+        if isinstance(part, Linear) and part.scheme is not None:
+            sizes[f"{part.name}.weight"] = part.scheme.resident_bytes(part.outputs, part.inputs)
+            wanted = part.bias_slices()
+        elif isinstance(part, Linear) and rounding is not None and is_rounded(part):
+            sizes[f"{part.name}.weight"] = rounded_bytes(part, rounding)
+            wanted = part.bias_slices()
+        sizes.update((want.name, prod(want.part_shape) * value_bytes) for want in wanted)
+    return sizes
+
+
+def _loading_bytes(checkpoint: Checkpoint, place: RankPlace, sizes: Mapping[str, int], value_bytes: int) -> int:
+    """What loading takes beside what is held at its end, and beside the reader's buffers.
+
+    Quantised weights wait as they are stored until all parts of them are read, and one at a time is packed, from what
+    was read of it.
+    """
+    read, stored, held = [0], 0, 0
+    for part in parameters(checkpoint.config, place):
+        if not isinstance(part, Linear):
+            continue
+        num_bytes = sizes[f"{part.name}.weight"]
+        whole = len(part.outputs) * len(part.inputs) * value_bytes
+        if part.scheme is not None:
+            parts = list(part.scheme.parts(part.name, part.outputs, part.inputs))
+            num_stored = sum(_stored_bytes(checkpoint, want) for want in parts)
+            stored, held = stored + num_stored, held + num_bytes
+            read.append(num_stored + num_bytes)
+        elif num_bytes != whole:
+            read.append(whole)
+    return max(_placing_bytes(sizes.items()), max(read) + max(0, stored - held))
+
+
+def _stored_bytes(checkpoint: Checkpoint, want: WeightSlice) -> int:
+    return prod(want.part_shape) * DTYPE_BITS[checkpoint.tensors[want.name].dtype] // 8
 
 
 def _placing_bytes(sizes: Iterable[tuple[str, int]]) -> int:

@@ -10,7 +10,8 @@ from loader.errors import CheckpointError
 from loader.layout import Linear, parameters
 from loader.quantised.pack import StoredWeight, pack
 from loader.quantised.packed import flatten
-from loader.quantised.rounding import Rounding, is_rounded, rounded_weight
+from loader.quantised.rounding import rounded_weight
+from loader.quantised.roundings import Rounding, is_rounded
 from loader.reading.report import LoadReport
 from loader.shares import RankPlace
 from loader.weights import load_weights
@@ -34,7 +35,7 @@ def load_rank(
     unquantised weight that is rounded. Raises what `load_weights` and `pack` raise, and CheckpointError "unsupported"
     for a rounding of what is quantised already.
     """
-    _check(checkpoint, rounding)
+    check_rounding(checkpoint, rounding)
     held = list(parameters(checkpoint.config, place))
     wanted = [want for parameter in held for want in parameter.slices()]
     collector = _Collector(checkpoint, rounding)
@@ -96,8 +97,18 @@ class _Collector:
         self.result.update(flatten(part.name, packed))
 
 
-def _check(checkpoint: Checkpoint, rounding: Rounding | None) -> None:
-    quantisation = checkpoint.config.quantisation
+def check_rounding(checkpoint: Checkpoint, rounding: Rounding | None) -> None:
+    """Raises CheckpointError "unsupported" for a rounding of a checkpoint that is quantised already, or of a model that
+    is run by transformers' definition of it, which takes weights as they are."""
+    config, quantisation = checkpoint.config, checkpoint.config.quantisation
+    if rounding is not None and config.other is not None:
+        raise CheckpointError(
+            "unsupported",
+            f"{checkpoint.path}: {config.architecture} is none of our own models: its weights cannot be rounded",
+            "leave out quantize",
+            file=checkpoint.path,
+            found=config.architecture,
+        )
     if rounding is None or quantisation is None:
         return
     raise CheckpointError(

@@ -118,7 +118,7 @@ _ACTIVATIONS: tuple[ActivationKind | None, ...] = (None, "int8", "fp8")
 
 
 def flatten(name: str, packed: Packed) -> dict[str, Tensor]:
-    """Its tensors by `name` and their own, with one of small numbers, "form", that tells what they are."""
+    """Its tensors by `name` and their own, with one of eight numbers, "form", that tells what they are."""
     values = ((field.name, getattr(packed, field.name)) for field in fields(packed))
     tensors = {f"{name}.{part}": value for part, value in values if isinstance(value, Tensor)}
     tensors[f"{name}.{_FORM}"] = torch.tensor(_numbers(packed), dtype=torch.int64)
@@ -144,7 +144,7 @@ def take_packed(name: str, tensors: dict[str, Tensor]) -> Packed | None:
             first_column=first_column,
             activation=None if chosen is None else Activation(chosen, bool(is_static), size or None),
         )
-    bits, num_inputs, group_size, first = numbers
+    bits, num_inputs, group_size, first, *_ = numbers
     return GroupedInts(
         words=tensors.pop(f"{name}.words"),
         scales=tensors.pop(f"{name}.scales"),
@@ -159,7 +159,7 @@ def take_packed(name: str, tensors: dict[str, Tensor]) -> Packed | None:
 
 def _numbers(packed: Packed) -> list[int]:
     if isinstance(packed, GroupedInts):
-        return [0, packed.bits, packed.num_inputs, packed.group_size, packed.first]
+        return [0, packed.bits, packed.num_inputs, packed.group_size, packed.first, 0, 0, 0]
     chosen = packed.activation
     kind = _ACTIVATIONS.index(None if chosen is None else chosen.kind)
     rounding = [kind, int(chosen is not None and chosen.is_static), (chosen and chosen.group_size) or 0]

@@ -4,29 +4,17 @@ Inputs are not rounded: without calibration that costs quality and, where produc
 nothing.
 """
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
-from loader.layout import Linear
-from loader.quantised.bits import pack_rows
+from loader.quantised.bits import pack_rows, row_bytes
 from loader.quantised.packed import GroupedInts, Packed, ScaledGrid
-from loader.shares import Share
+from loader.quantised.roundings import INT4_GROUP, Rounding
 
-Rounding = Literal["int8", "int4", "fp8"]
-ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
-INT4_GROUP = 32
 FP8_MAX = 448.0
 _INT8_MAX = 127.0
-
-
-def is_rounded(part: Linear) -> bool:
-    """Whether a product is among those that are rounded: the projections of attention and MLPs.
-
-    The output layer and the routers of experts are not: they are small, and errors there decide what is chosen.
-    """
-    return part.name.endswith("_proj")
+# Rows are rounded so many values at a time: each step of it makes a copy in float32.
+_TILE_VALUES = 1 << 20
 
 
 def rounded_weight(weight: Tensor, rounding: Rounding) -> Packed:
@@ -34,20 +22,37 @@ def rounded_weight(weight: Tensor, rounding: Rounding) -> Packed:
 
     "int8" and "fp8" have a float32 scale a row, "int4" a bfloat16 scale and a zero point for each 32 inputs of a row.
     """
-    values = weight.float()
+    rows, columns = weight.shape
+    tile = max(1, _TILE_VALUES // columns)
     if rounding == "int4":
-        return _rounded_int4(values)
+        num_groups = -(-columns // INT4_GROUP)
+        words = torch.empty((rows, row_bytes(columns, 4)), dtype=torch.uint8)
+        group_scales = torch.empty((rows, num_groups), dtype=torch.bfloat16)
+        zeros = torch.empty((rows, num_groups), dtype=torch.uint8)
+        for start in range(0, rows, tile):
+            part = slice(start, start + tile)
+            words[part], group_scales[part], zeros[part] = _rounded_int4(weight[part].float())
+        return GroupedInts(words, group_scales, zeros, None, 4, columns, INT4_GROUP)
+    values = torch.empty((rows, columns), dtype=torch.int8 if rounding == "int8" else torch.float8_e4m3fn)
+    scales = torch.empty((rows, 1), dtype=torch.float32)
+    for start in range(0, rows, tile):
+        part = slice(start, start + tile)
+        values[part], scales[part] = _rounded_8_bit(weight[part].float(), rounding)
+    return ScaledGrid(values, scales, None, block_rows=1, block_columns=columns)
+
+
+def _rounded_8_bit(values: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """The rows' values, and their scales [rows, 1]."""
     largest = values.abs().amax(dim=1, keepdim=True)
     scales = torch.where(largest > 0, largest, 1.0) / (_INT8_MAX if rounding == "int8" else FP8_MAX)
     scaled = values / scales
     if rounding == "int8":
-        rounded = scaled.round().clamp(-_INT8_MAX, _INT8_MAX).to(torch.int8)
-    else:
-        rounded = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return ScaledGrid(rounded, scales, None, block_rows=1, block_columns=weight.shape[1])
+        return scaled.round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8), scales
+    return scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
 
 
-def _rounded_int4(values: Tensor) -> GroupedInts:
+def _rounded_int4(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows' values, packed, and the scales and zero points of their groups [rows, groups]."""
     rows, columns = values.shape
     num_groups = -(-columns // INT4_GROUP)
     # Zeros, which every group can hold, at the end of a row that does not fill its groups.
@@ -57,15 +62,7 @@ def _rounded_int4(values: Tensor) -> GroupedInts:
     scales = ((high - low) / 15).to(torch.bfloat16)
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     wide = scales.float().unsqueeze(2)
-    zeros = (-low / wide[..., 0]).round().clamp(0, 15)
-    rounded = ((groups / wide).round() + zeros.unsqueeze(2)).clamp(0, 15).to(torch.uint8)
+    zeros = (-low / wide[..., 0]).round_().clamp_(0, 15)
+    rounded = (groups / wide).round_().add_(zeros.unsqueeze(2)).clamp_(0, 15).to(torch.uint8)
     words = pack_rows(rounded.view(rows, -1)[:, :columns].contiguous(), 4)
-    return GroupedInts(words, scales, zeros.to(torch.uint8), None, 4, columns, INT4_GROUP)
-
-
-def rounded_bytes(outputs: Share, inputs: Share, rounding: Rounding) -> int:
-    """Bytes that a rank's share of a rounded weight takes."""
-    rows, columns = len(outputs), len(inputs)
-    if rounding == "int4":
-        return rows * (-(-columns // 2) + 3 * -(-columns // INT4_GROUP))
-    return rows * (columns + 4)
+    return words, scales, zeros.to(torch.uint8)

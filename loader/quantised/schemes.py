@@ -15,6 +15,8 @@ from loader.shares import Share
 from loader.tensors import WeightSlice
 
 WORD_BITS = 32
+FORM_BYTES = 64
+"""What is kept of a packed weight beside its tensors, see `packed.flatten`."""
 SCALE_DTYPES = ("F16", "BF16", "F32")
 _WORDS = ("I32",)
 _INDEX = ("I32",)
@@ -182,7 +184,7 @@ class GridScheme:
         """Bytes in memory once packed."""
         grid = len(group_share(outputs, self.block_rows)) * len(group_share(inputs, self.block_columns))
         static = self.activation is not None and self.activation.is_static
-        return len(outputs) * len(inputs) + grid * self.scale_bytes + 4 * static
+        return len(outputs) * len(inputs) + grid * self.scale_bytes + 4 * static + FORM_BYTES
 
 
 Scheme = GptqScheme | AwqScheme | PackScheme | GridScheme
@@ -213,7 +215,6 @@ def _grouped_bytes(scheme: GptqScheme | AwqScheme | PackScheme, outputs: Share, 
     scales = len(outputs) * (groups.size if scheme.act_order else len(groups))
     unit = {2: 4, 3: 8, 4: 2, 8: 1}[scheme.bits]
     row = -(-len(inputs) // unit) * unit * scheme.bits // 8
-    zero_bytes = 0 if scheme.symmetric else 1
-    return (
-        len(outputs) * row + scales * (scheme.scale_bytes + zero_bytes) + (4 * len(inputs) if scheme.act_order else 0)
-    )
+    group_bytes = scheme.scale_bytes + (not scheme.symmetric)
+    index_bytes = 4 * len(inputs) if scheme.act_order else 0
+    return len(outputs) * row + scales * group_bytes + index_bytes + FORM_BYTES

@@ -149,22 +149,26 @@ class LoadModelRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch."""
     model_path: _builtins.str
     """Path of the checkpoint on the worker's host: a directory or a GGUF file."""
     dtype: _builtins.str
     """Type of the weights in memory: "auto", "float32", "bfloat16" or "float16"."""
+    quantize: _builtins.str
+    """What to quantise the weights of an unquantised checkpoint to: "none", "int8", "int4" or "fp8". Empty for "none"."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         model_path: _builtins.str = ...,
         dtype: _builtins.str = ...,
+        quantize: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "epoch", b"epoch", "model_path", b"model_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "epoch", b"epoch", "model_path", b"model_path", "quantize", b"quantize"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

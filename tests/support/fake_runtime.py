@@ -54,7 +54,12 @@ class FakeRuntime:
         return DeviceInfo("fake", "no device", 1 << 30, 1 << 29)
 
     def load_model(
-        self, path: Path, dtype: str, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
+        self,
+        path: Path,
+        dtype: str,
+        progress: Callable[[str, int, int], None],
+        cancelled: Callable[[], bool],
+        quantize: str = "none",
     ) -> LoadSummary:
         progress("read", 0, self.total_bytes)
         self.calls.append("load_model")

@@ -37,8 +37,10 @@ class RunningWorker:
         request = pb.InitDeviceRequest(epoch=epoch, scheduler_id=scheduler_id, **place)
         return await self.stub.InitDevice(request, timeout=TIMEOUT_S)
 
-    async def load_model(self, epoch: int = 1, path: str = MODEL, dtype: str = "auto") -> list[pb.LoadModelResponse]:
-        request = pb.LoadModelRequest(epoch=epoch, model_path=path, dtype=dtype)
+    async def load_model(
+        self, epoch: int = 1, path: str = MODEL, dtype: str = "auto", quantize: str = ""
+    ) -> list[pb.LoadModelResponse]:
+        request = pb.LoadModelRequest(epoch=epoch, model_path=path, dtype=dtype, quantize=quantize)
         return [message async for message in self.stub.LoadModel(request, timeout=TIMEOUT_S)]
 
     async def measure(self, epoch: int = 1, tokens: int = 64, sequences: int = 8) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import structlog
 from opentelemetry.trace import Tracer
 
+from loader.quantised.roundings import ROUNDINGS
 from loader.shares import RankPlace
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry.metrics import Metrics
@@ -34,6 +35,7 @@ MAX_SEQUENCES = 2**16
 MAX_BLOCK_SIZE = 2**12
 MAX_INT32 = 2**31 - 1
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZE = ("none", *ROUNDINGS)
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -77,14 +79,14 @@ class Lifecycle:
             self._interrupt(stale_epoch(held=epoch, got=self.state.epoch))
         return await self._change(self._init_device(epoch, scheduler_id, place))
 
-    async def load_model(self, epoch: int, model_path: str, dtype: str, progress: LoadProgress) -> LoadSummary:
+    async def load_model(
+        self, epoch: int, model_path: str, dtype: str, progress: LoadProgress, *, quantize: str = "none"
+    ) -> LoadSummary:
         """INITIALISED → LOADED. Setting `progress.cancel_reason` stops it and leaves the phase as it was."""
-        if dtype not in DTYPES:
-            found = dtype[:64]  # as much as a log line can bear
-            message = f"dtype {found!r} is not one of {', '.join(DTYPES)}"
-            raise StepwireError("FIELD_INVALID", message, {"field": "dtype", "found": found})
+        _check_choice("dtype", dtype, DTYPES)
+        _check_choice("quantize", quantize, QUANTIZE)
         self._loads.add(progress)
-        return await self._change(self._load_model(epoch, model_path, dtype, progress))
+        return await self._change(self._load_model(epoch, model_path, dtype, quantize, progress))
 
     async def determine_available_memory(self, epoch: int, max_step_tokens: int, max_sequences: int) -> MemoryReport:
         """Measures in LOADED; answers what was measured in later phases."""
@@ -175,18 +177,21 @@ class Lifecycle:
         await self._enter(Phase.INITIALISED)
         return device
 
-    async def _load_model(self, epoch: int, model_path: str, dtype: str, progress: LoadProgress) -> LoadSummary:
+    async def _load_model(
+        self, epoch: int, model_path: str, dtype: str, quantize: str, progress: LoadProgress
+    ) -> LoadSummary:
         state = self.state
         try:
             state.require_epoch(epoch)
             path = await asyncio.to_thread(self._roots.resolve, model_path)
-            if state.loaded is not None and await self._is_held(state.loaded, path, dtype):
+            if state.loaded is not None and await self._is_held(state.loaded, path, dtype, quantize):
                 return replace(state.loaded.summary, already_loaded=True)
             state.require_phase("LoadModel", Phase.INITIALISED)
-            summary = await self._device.run(partial(_load_runtime, path=path, dtype=dtype, progress=progress))
+            load = partial(_load_runtime, path=path, dtype=dtype, quantize=quantize, progress=progress)
+            summary = await self._device.run(load)
         finally:
             self._loads.discard(progress)
-        state.loaded, state.measured = Loaded(dtype, summary), None
+        state.loaded, state.measured = Loaded(dtype, quantize, summary), None
         _log.info(
             "model_loaded",
             model_path=str(path),
@@ -200,8 +205,8 @@ class Lifecycle:
         await self._enter(Phase.LOADED)
         return summary
 
-    async def _is_held(self, loaded: Loaded, path: Path, dtype: str) -> bool:
-        if dtype not in (loaded.dtype, loaded.summary.dtype):
+    async def _is_held(self, loaded: Loaded, path: Path, dtype: str, quantize: str) -> bool:
+        if dtype not in (loaded.dtype, loaded.summary.dtype) or quantize != loaded.quantize:
             return False
         return await asyncio.to_thread(self._fingerprint_of, path) == loaded.summary.fingerprint
 
@@ -294,14 +299,21 @@ def _init_runtime(runtime: Runtime, place: Place) -> DeviceInfo:
     )
 
 
-def _load_runtime(runtime: Runtime, path: Path, dtype: str, progress: LoadProgress) -> LoadSummary:
+def _load_runtime(runtime: Runtime, path: Path, dtype: str, quantize: str, progress: LoadProgress) -> LoadSummary:
     try:
-        return runtime.load_model(path, dtype, progress.report, progress.is_cancelled)
+        return runtime.load_model(path, dtype, progress.report, progress.is_cancelled, quantize)
     except Exception as error:
         failure = progress.cancel_reason or load_failure(error)
         if failure is None:
             raise
         raise failure from error
+
+
+def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        found = value[:64]  # as much as a log line can bear
+        message = f"{field} {found!r} is not one of {', '.join(choices)}"
+        raise StepwireError("FIELD_INVALID", message, {"field": field, "found": found})
 
 
 def _check_place(place: Place) -> None:

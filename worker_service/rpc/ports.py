@@ -18,7 +18,12 @@ class Runtime(Protocol):
         ...
 
     def load_model(
-        self, path: Path, dtype: str, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
+        self,
+        path: Path,
+        dtype: str,
+        progress: Callable[[str, int, int], None],
+        cancelled: Callable[[], bool],
+        quantize: str = "none",
     ) -> LoadSummary:
         """Loads this rank's shard. `progress(phase, done_bytes, total_bytes)` may be called very often."""
         ...

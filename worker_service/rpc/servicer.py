@@ -72,7 +72,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """See worker.proto."""
         progress = LoadProgress()
         load = asyncio.create_task(
-            self._lifecycle.load_model(request.epoch, request.model_path, request.dtype, progress)
+            self._lifecycle.load_model(
+                request.epoch, request.model_path, request.dtype, progress, quantize=request.quantize or "none"
+            )
         )
         with self._call():
             try:

@@ -29,6 +29,7 @@ class Loaded:
     """The model held, and the call that asked for it."""
 
     dtype: str
+    quantize: str
     summary: LoadSummary
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from loader.quantised.roundings import ROUNDINGS, Rounding
 from worker_service.runtime.errors import RuntimeFailure
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -64,6 +65,17 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cpu_quota(cgroup)
     return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def choose_rounding(requested: str) -> Rounding | None:
+    """What unquantised weights are rounded to; None for "none". Raises RuntimeFailure "invalid" for another name."""
+    if requested == "none":
+        return None
+    for rounding in ROUNDINGS:
+        if rounding == requested:
+            return rounding
+    message = f"quantize {requested!r} is not one of none, {', '.join(ROUNDINGS)}"
+    raise RuntimeFailure("invalid", message, {"quantize": requested})
 
 
 def choose_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:

@@ -10,9 +10,11 @@ from loader.checkpoint import Checkpoint
 from loader.errors import LoadCancelled
 from loader.integrity import bytes_to_verify, verify_once
 from loader.layout import weight_slices
+from loader.quantised.load import load_rank
+from loader.quantised.roundings import Rounding
 from loader.shares import RankPlace
 from loader.store.key import content_of
-from loader.weights import bytes_to_read, load_weights
+from loader.weights import bytes_to_read
 from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.report import LoadPhase
 from worker_service.runtime.restart_store import RestartStore, Tensors, entry_key
@@ -60,12 +62,18 @@ class LoadPhases:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Whose weights are to be loaded, in which type and where."""
+    """Whose weights are to be loaded, in which type and where, and what those that are not quantised are rounded to."""
 
     checkpoint: Checkpoint
     place: RankPlace
     dtype: torch.dtype
     device: torch.device
+    rounding: Rounding | None = None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether most of its weights are kept quantised."""
+        return self.rounding is not None or self.checkpoint.config.quantisation is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +92,9 @@ def load_into(engine: Engine, job: LoadJob, store: RestartStore | None, phases: 
     With a store, weights that it has are mapped and nothing is read. Others are written to it once they are packed,
     and mapped from there on a CPU. Raises CheckpointError and LoadCancelled.
     """
-    # Plain torch has oneDNN pack the tensors that are attached, which makes a copy that cannot be mapped.
-    is_copied = engine.layout == TorchEngine.layout
+    # Plain torch has oneDNN pack the tensors that are attached, which makes a copy that cannot be mapped; not those of
+    # quantised weights.
+    is_copied = engine.layout == TorchEngine.layout and not job.is_quantised
     if store is not None and store.suits(job.device, is_copied=is_copied) and store.is_usable():
         tensors, is_mapped = _mapped(engine, job, store, phases)
     else:
@@ -102,7 +111,8 @@ def _mapped(engine: Engine, job: LoadJob, store: RestartStore, phases: LoadPhase
     comes from the checkpoint."""
     is_on_host = job.device.type == "cpu"
     phases.enter("map")
-    key = entry_key(job.checkpoint, job.place, job.device, dtype=job.dtype, layout=engine.layout)
+    rounding = job.rounding or "none"
+    key = entry_key(job.checkpoint, job.place, job.device, dtype=job.dtype, rounding=rounding, layout=engine.layout)
     tensors = store.look_up(key, phases.advance)
     if tensors is not None:
         return tensors, is_on_host
@@ -132,8 +142,13 @@ def _packed(engine: Engine, job: LoadJob, phases: LoadPhases) -> Tensors:
         verify_once(job.checkpoint, lambda done, _total: phases.advance(done), phases.is_cancelled)
     wanted = weight_slices(job.checkpoint.config, job.place)
     phases.enter("read", bytes_to_read(job.checkpoint, wanted))
-    tensors = load_weights(
-        job.checkpoint, wanted, dtype=job.dtype, progress=phases.advance, cancelled=phases.is_cancelled
+    tensors = load_rank(
+        job.checkpoint,
+        job.place,
+        dtype=job.dtype,
+        rounding=job.rounding,
+        progress=phases.advance,
+        cancelled=phases.is_cancelled,
     )
     num_bytes = _size(tensors)
     phases.enter("pack", num_bytes)

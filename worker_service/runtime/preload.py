@@ -5,6 +5,7 @@ import torch
 
 from loader.checkpoint import Checkpoint
 from loader.needs import RankNeeds, rank_needs
+from loader.quantised.roundings import Rounding
 from loader.shares import RankPlace
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.holders import text_of_bytes
@@ -13,9 +14,14 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 def check_before_load(
-    checkpoint: Checkpoint, place: RankPlace, dtype: torch.dtype, device: torch.device, limit_bytes: int
+    checkpoint: Checkpoint,
+    place: RankPlace,
+    dtype: torch.dtype,
+    device: torch.device,
+    limit_bytes: int,
+    rounding: Rounding | None = None,
 ) -> RankNeeds:
-    """What the rank at `place` needs of an opened checkpoint, held in `dtype`.
+    """What the rank at `place` needs of an opened checkpoint, held in `dtype` and with `rounding`.
 
     Raises CheckpointError for a tensor of its part that is missing or has another shape; RuntimeFailure "unsupported"
     for sizes that cannot split the model, "out_of_memory" where the weights alone exceed `limit_bytes`, which
@@ -23,7 +29,7 @@ def check_before_load(
     are taken over.
     """
     try:
-        needs = rank_needs(checkpoint, place, str(dtype).removeprefix("torch."))
+        needs = rank_needs(checkpoint, place, str(dtype).removeprefix("torch."), rounding=rounding)
     except ValueError as error:
         raise RuntimeFailure("unsupported", f"the model cannot be split over these ranks: {error}") from error
     _log.info("memory_reserved", weight_bytes=needs.weight_bytes, limit_bytes=limit_bytes, device=str(device))

@@ -102,7 +102,7 @@ class RestartStore:
 
 
 def entry_key(
-    checkpoint: Checkpoint, place: RankPlace, device: torch.device, *, dtype: torch.dtype, layout: str
+    checkpoint: Checkpoint, place: RankPlace, device: torch.device, *, dtype: torch.dtype, rounding: str, layout: str
 ) -> EntryKey:
     """The key of the weights that a worker makes of a checkpoint. Raises OSError for a file that is gone."""
     machine = cpu_features() if device.type == "cpu" else f"{device.type}-{device_name(device)}"
@@ -111,7 +111,7 @@ def entry_key(
         place=place,
         dtype=str(dtype).removeprefix("torch."),
         # What the checkpoint itself is quantised to is part of its content.
-        quantisation="none",
+        quantisation=rounding,
         layout=layout,
         code=code_version(),
         machine=machine,

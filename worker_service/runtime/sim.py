@@ -95,11 +95,19 @@ class SimRuntime:
         return DeviceInfo("sim", "simulated device", memory, memory)
 
     def load_model(
-        self, path: Path, dtype: str, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
+        self,
+        path: Path,
+        dtype: str,
+        progress: Callable[[str, int, int], None],
+        cancelled: Callable[[], bool],
+        quantize: str = "none",
     ) -> LoadSummary:
-        """Reads headers and tokenizer. Raises CheckpointError, LoadCancelled, and RuntimeFailure "out_of_memory"."""
+        """Reads headers and tokenizer. Raises CheckpointError, LoadCancelled, and RuntimeFailure "out_of_memory", or
+        "unsupported" for weights that are to be quantised: the cost model knows only those of the checkpoint."""
         begin = time.perf_counter_ns()
         progress("inspect", 0, 0)
+        if quantize != "none":
+            raise RuntimeFailure("unsupported", f"a simulated device does not quantize to {quantize}; leave it out")
         checkpoint = open_checkpoint(path)
         chosen = checkpoint.config.dtype if dtype == "auto" else dtype
         held = self._loaded

@@ -8,10 +8,12 @@ from typing import Protocol, TypeVar
 import torch
 
 from loader.checkpoint import Checkpoint, open_checkpoint
+from loader.quantised.load import check_rounding
+from loader.quantised.roundings import Rounding
 from loader.shares import RankPlace
 from worker_service.kernels.native import Pool
 from worker_service.models.native import computes
-from worker_service.runtime.device import choose_dtype, device_name, open_device, usable_cores
+from worker_service.runtime.device import choose_dtype, choose_rounding, device_name, open_device, usable_cores
 from worker_service.runtime.dummy import decode_step, largest_lengths, num_blocks_of, prefill_step
 from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.errors import RuntimeFailure
@@ -59,6 +61,7 @@ class _Loaded:
     checkpoint: Checkpoint
     engine: Engine
     dtype: torch.dtype
+    rounding: Rounding | None
     weight_bytes: int
     mapped_bytes: int
 
@@ -113,9 +116,14 @@ class WorkerRuntime:
         return DeviceInfo(str(device), device_name(device), memory.total_bytes, memory.free_bytes)
 
     def load_model(
-        self, path: Path, dtype: str, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
+        self,
+        path: Path,
+        dtype: str,
+        progress: Callable[[str, int, int], None],
+        cancelled: Callable[[], bool],
+        quantize: str = "none",
     ) -> LoadSummary:
-        """Loads this rank's shard in `dtype`, "auto" for what suits the device.
+        """Loads this rank's shard in `dtype`, "auto" for what suits the device, its weights rounded to `quantize`.
 
         `progress(phase, done_bytes, total_bytes)` is called often. Raises CheckpointError, LoadCancelled and
         RuntimeFailure "out_of_memory"; a model held before is kept only when headers tell that the new one cannot be
@@ -124,12 +132,19 @@ class WorkerRuntime:
         phases, device = LoadPhases(progress, cancelled), self._need_device()
         checkpoint = open_checkpoint(path)
         chosen = choose_dtype(dtype, checkpoint.config.dtype, device)
+        rounding = choose_rounding(quantize)
+        check_rounding(checkpoint, rounding)
         held = self._loaded
-        if held is not None and held.checkpoint.fingerprint == checkpoint.fingerprint and held.dtype == chosen:
+        if (
+            held is not None
+            and held.checkpoint.fingerprint == checkpoint.fingerprint
+            and (held.dtype, held.rounding) == (chosen, rounding)
+        ):
             return self._summary(held, already_loaded=True, phases=phases)
-        check_before_load(checkpoint, self._place, chosen, device, MemoryBudget.of(self._settings).limit_bytes(device))
+        limit_bytes = MemoryBudget.of(self._settings).limit_bytes(device)
+        check_before_load(checkpoint, self._place, chosen, device, limit_bytes, rounding)
         self.reset(Phase.INITIALISED)
-        self._loaded = loaded = self._load(LoadJob(checkpoint, self._place, chosen, device), phases)
+        self._loaded = loaded = self._load(LoadJob(checkpoint, self._place, chosen, device, rounding), phases)
         return self._summary(loaded, already_loaded=False, phases=phases)
 
     def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
@@ -215,7 +230,7 @@ class WorkerRuntime:
     def _make_engine(self, job: LoadJob) -> Engine:
         """The compiled kernels where they compute the model, else plain torch. Raises as TorchEngine does."""
         config = job.checkpoint.config
-        if self._pool is not None and computes(config, job.place, job.dtype):
+        if self._pool is not None and not job.is_quantised and computes(config, job.place, job.dtype):
             return NativeEngine(config, job.dtype, self._pool)
         return TorchEngine(config, job.place, job.dtype, job.device)
 
@@ -227,7 +242,7 @@ class WorkerRuntime:
             raise RuntimeFailure("unsupported", f"the model cannot be split over these ranks: {error}") from error
         with explains_out_of_memory(job.device, f"the weights of {path}", "use a smaller model"):
             held = load_into(engine, job, self._store, phases)
-        return _Loaded(job.checkpoint, engine, job.dtype, held.weight_bytes, held.mapped_bytes)
+        return _Loaded(job.checkpoint, engine, job.dtype, job.rounding, held.weight_bytes, held.mapped_bytes)
 
     def _summary(self, loaded: _Loaded, *, already_loaded: bool, phases: LoadPhases) -> LoadSummary:
         config, ended = loaded.checkpoint.config, phases.finish()

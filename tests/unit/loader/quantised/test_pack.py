@@ -61,7 +61,7 @@ def packed_share(weight: QuantisedWeight, scheme: Scheme, outputs: Share, inputs
 
 
 def num_bytes(packed: Packed) -> int:
-    return sum(tensor.nbytes for name, tensor in flatten("w", packed).items() if name != "w.form")
+    return sum(tensor.nbytes for tensor in flatten("w", packed).values())
 
 
 def check(weight: QuantisedWeight, scheme: Scheme, ranks: tuple[int, ...] = (1, 2, 4), *, exact: bool = True) -> None:

@@ -1,9 +1,15 @@
 """Quantised checkpoints generate what the unquantised ones generate that they stand for."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from loader.checkpoint import open_checkpoint
+from loader.quantised.roundings import ROUNDINGS, Rounding
+from loader.shares import RankPlace
+from tests.support.tiny_checkpoint import make_tiny_llama
 from tests.support.tiny_quantised_models import (
     Format,
     awq,
@@ -15,6 +21,14 @@ from tests.support.tiny_quantised_models import (
     pack_quantized,
 )
 from tests.support.tiny_runner import Driver, load_tiny, make_runner, one_thread
+from worker_service.runtime.engine import TorchEngine
+from worker_service.runtime.errors import RuntimeFailure
+from worker_service.runtime.kv_cache import CacheShape, KvCache
+from worker_service.runtime.loading import LoadJob, LoadPhases, load_into
+from worker_service.runtime.report import LoadSummary
+from worker_service.runtime.restart_store import RestartStore
+from worker_service.runtime.runner import ModelRunner
+from worker_service.runtime.worker import WorkerRuntime
 
 PROMPTS = ([5, 9, 200, 31], [7] * 11, [300, 4, 18, 77, 120, 66])
 
@@ -39,6 +53,17 @@ WEIGHT_ONLY = {
 }
 
 
+@dataclass(frozen=True)
+class Settings:
+    device: str = "cpu"
+    threads: int | None = 1
+    native_kernels: bool = True
+    memory_fraction: float = 0.9
+    memory_limit_bytes: int | None = None
+    kv_cache_bytes: int | None = None
+    local_ranks: int = 1
+
+
 def greedy(folder: Path) -> list[list[int]]:
     with one_thread():
         runner, cache = make_runner(load_tiny(folder))
@@ -60,3 +85,41 @@ def test_generates_what_the_unquantised_model_does(tmp_path: Path, name: str) ->
 def test_fp8_blocks_load(tmp_path: Path) -> None:
     form: Format = fp8_blocks()
     assert greedy(make_tiny_quantised(tmp_path, form))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_worker_rounds_while_it_reads_and_that_is_part_of_what_it_holds(tmp_path: Path, rounding: Rounding) -> None:
+    folder = make_tiny_llama(tmp_path, hidden_size=128, intermediate_size=256)
+    runtime = WorkerRuntime(Settings())
+    runtime.init_device(RankPlace())
+
+    def load(quantize: str) -> LoadSummary:
+        return runtime.load_model(folder, "float32", lambda *_: None, lambda: False, quantize)
+
+    rounded = load(rounding)
+    assert load(rounding).already_loaded
+    whole = load("none")
+    assert not whole.already_loaded
+    assert rounded.weight_bytes < whole.weight_bytes * (0.5 if rounding == "int4" else 0.6)
+    with pytest.raises(RuntimeFailure, match="int3"):
+        load("int3")
+
+
+@pytest.mark.parametrize("form", [gptq(act_order=True), fp8_blocks()], ids=["gptq", "fp8"])
+def test_packed_weights_are_kept_for_a_restart(tmp_path: Path, form: Format) -> None:
+    """They are mapped, computed with as they lie there, and give the same tokens."""
+    folder = make_tiny_quantised(tmp_path / "model", form)
+    expected = greedy(folder)
+    job = LoadJob(open_checkpoint(folder), RankPlace(), torch.float32, torch.device("cpu"))
+    for expected_phases in (["inspect", "map", "read", "pack", "store", "map", "attach"], ["inspect", "map", "attach"]):
+        engine = TorchEngine(job.checkpoint.config, job.place, job.dtype, job.device)
+        phases = LoadPhases(lambda *_: None, lambda: False)
+        held = load_into(engine, job, RestartStore(tmp_path / "store", None, is_set=True), phases)
+        assert [phase.name for phase in phases.finish()] == expected_phases
+        assert held.mapped_bytes > 0
+        with one_thread():
+            runner = ModelRunner(engine.executor(256, 4, 256), max_model_len=256)
+            driver = Driver(runner, KvCache(CacheShape(1, 1, 1, torch.float32), 256, 4, torch.device("cpu")))
+            driven = [driver.add(number, prompt) for number, prompt in enumerate(PROMPTS, 1)]
+            driver.run(12)
+        assert [sequence.output for sequence in driven] == expected
