@@ -29,6 +29,19 @@ struct Span {
   int sequence, first, count, position;
 };
 
+inline int first_seen(const AttentionRule& rule, const Span& span) {
+  return rule.window > 0 && span.position >= rule.window ? span.position - rule.window + 1 : 0;
+}
+
+// Where a thread will read next, to ask for it meanwhile: blocks lie scattered, which no processor foresees.
+template <class T>
+struct Upcoming {
+  const HeadCache<T>& cache;
+  int group, end;
+  // Of its vector v of positions, or, where that has none, of one that is harmless to read.
+  int place(int v) const { return group + v * kLanes < end ? group + v * kLanes : group; }
+};
+
 // What one thread needs to attend; allocated once.
 template <class T>
 struct AttentionScratch {
@@ -58,9 +71,12 @@ __attribute__((noinline)) void update_row(const float* scores, int low, int high
   const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const bool whole = low <= 0 && high >= kGroup;
   const float first = low, end = high;
+  // Powers of two are the cheaper ones.
+  const float scale = rule.softcap > 0 ? rule.scale : rule.scale * kLog2E;
   Floats score[4], top = splat(-1e30f);
   for (int v = 0; v < 4; ++v) {
-    score[v] = cap(load(scores + v * kLanes) * rule.scale, rule.softcap);
+    score[v] = load(scores + v * kLanes) * scale;
+    if (rule.softcap > 0) score[v] = cap(score[v], rule.softcap) * kLog2E;
     if (!whole) {
       Floats place = lanes + (float)(v * kLanes);
       score[v] = ((place >= first) & (place < end)) ? score[v] : splat(-1e30f);
@@ -70,12 +86,12 @@ __attribute__((noinline)) void update_row(const float* scores, int low, int high
   const float before = highest, now = std::fmax(before, max_lanes(top));
   highest = now;
   if (now != before) {
-    const Floats factor = exp(splat(before - now));
+    const Floats factor = exp2(splat(before - now));
     total *= factor;
     for (int d = 0; d < rule.head_dim; d += kLanes) store(out + d, load(out + d) * factor);
   }
   for (int v = 0; v < 4; ++v) {
-    Floats weight = exp(score[v] - now);
+    Floats weight = exp2(score[v] - now);
     if (!whole) {
       Floats place = lanes + (float)(v * kLanes);
       weight = ((place >= first) & (place < end)) ? weight : Floats{};
@@ -88,7 +104,7 @@ __attribute__((noinline)) void update_row(const float* scores, int low, int high
 // out [rows, head_dim] += weights [rows, kGroup] * values of vectors [first, last) of the group; of the
 // last one only `steps_of_last` steps, since what follows was never written.
 template <class T, int V>
-void add_values(const HeadCache<T>& cache, int group, int first, int last, int steps_of_last, const T* weights,
+void add_values(const HeadCache<T>& cache, const Upcoming<T>& upcoming, int group, int first, int last, int steps_of_last, const T* weights,
                 int num_rows, int dim, float* out) {
   for_tiles<kScoreRows>(num_rows, [&](int offset, auto height) {
     constexpr int R = height;
@@ -103,7 +119,12 @@ void add_values(const HeadCache<T>& cache, int group, int first, int last, int s
       const T* vectors[V];
       for (int v = 0; v < V; ++v) vectors[v] = values + v * kLanes * Product<T>::depth;
       const int steps = i + 1 < last ? kLanes / Product<T>::depth : steps_of_last;
-      tile.add(weights + offset * kGroup + i * kLanes, kGroup, vectors, cache.value_stride(), steps);
+      const T* next = upcoming.cache.values(upcoming.place(i)) + dim * Product<T>::depth;
+      tile.add(weights + offset * kGroup + i * kLanes, kGroup, vectors, cache.value_stride(), steps, [&](int s) {
+        if (offset > 0) return;
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) ask(next + s * cache.value_stride() + v * kLanes * Product<T>::depth);
+      });
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
@@ -115,11 +136,12 @@ void add_values(const HeadCache<T>& cache, int group, int first, int last, int s
 // Attends with scratch.queries [span.count * heads of the group, head_dim], rows of a token adjacent,
 // and leaves the result in scratch.out, normalised.
 template <class T>
-void attend(const AttentionRule& rule, const Span& span, const HeadCache<T>& cache, AttentionScratch<T>& scratch) {
+void attend(const AttentionRule& rule, const Span& span, const HeadCache<T>& cache, const Upcoming<T>& after,
+            AttentionScratch<T>& scratch) {
   constexpr int depth = Product<T>::depth;
   const int share = rule.num_heads / rule.num_kv_heads, rows = span.count * share, head_dim = rule.head_dim;
   const int end = span.position + span.count;  // one past the last position seen
-  const int begin = rule.window > 0 && span.position >= rule.window ? span.position - rule.window + 1 : 0;
+  const int begin = first_seen(rule, span);
   std::fill_n(scratch.out.begin(), (size_t)rows * head_dim, 0.0f);
   std::fill_n(scratch.highest.begin(), rows, -1e30f);
   std::fill_n(scratch.total.begin(), rows, Floats{});
@@ -127,15 +149,23 @@ void attend(const AttentionRule& rule, const Span& span, const HeadCache<T>& cac
     const int first = begin > group ? (begin - group) / kLanes : 0;
     const int seen = end - group < kGroup ? end - group : kGroup;
     const int last = (seen + kLanes - 1) / kLanes;
-    const T* keys[4];
-    // A vector that no row sees reads another's keys; its scores are masked.
-    for (int v = 0; v < 4; ++v) keys[v] = cache.keys(group + (v >= first && v < last ? v : first) * kLanes);
+    const Upcoming<T> upcoming = group + kGroup < end ? Upcoming<T>{cache, group + kGroup, end} : after;
+    const T *keys[4], *next[4];
+    for (int v = 0; v < 4; ++v) {
+      // A vector that no row sees reads another's keys; its scores are masked.
+      keys[v] = cache.keys(group + (v >= first && v < last ? v : first) * kLanes);
+      next[v] = upcoming.cache.keys(upcoming.place(v));
+    }
     for_tiles<kScoreRows>(rows, [&](int offset, auto height) {
       constexpr int R = height;
       Tile<T, R, 4> tile;
       tile.clear();
       tile.add(scratch.queries.data() + (ptrdiff_t)offset * head_dim, head_dim, keys, cache.key_stride(),
-               head_dim / depth);
+               head_dim / depth, [&](int s) {
+                 if (offset > 0) return;
+#pragma GCC unroll 4
+                 for (int v = 0; v < 4; ++v) ask(next[v] + s * cache.key_stride());
+               });
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -150,10 +180,10 @@ void attend(const AttentionRule& rule, const Span& span, const HeadCache<T>& cac
     const int steps_of_last = (seen - (last - 1) * kLanes + depth - 1) / depth;
     int dim = 0;
     for (; dim + 4 * kLanes <= head_dim; dim += 4 * kLanes)
-      add_values<T, 4>(cache, group, first, last, steps_of_last, scratch.weights.data(), rows, dim,
+      add_values<T, 4>(cache, upcoming, group, first, last, steps_of_last, scratch.weights.data(), rows, dim,
                        scratch.out.data());
     for (; dim < head_dim; dim += kLanes)
-      add_values<T, 1>(cache, group, first, last, steps_of_last, scratch.weights.data(), rows, dim,
+      add_values<T, 1>(cache, upcoming, group, first, last, steps_of_last, scratch.weights.data(), rows, dim,
                        scratch.out.data());
   }
   for (int row = 0; row < rows; ++row) {

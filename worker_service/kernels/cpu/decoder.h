@@ -128,15 +128,20 @@ class TypedDecoder final : public Decoder {
       }
     });
     const AttentionRule rule{model_.num_heads, kv_heads, model_.head_dim, layer.window, model_.scale, model_.softcap};
-    auto attend_one = [&](int begin, int end) {
+    const int tasks = (int)chunk.queries.size() * kv_heads;
+    auto attend_some = [&](int begin, int end) {
       for (int i = begin; i < end; ++i) {
         const Span& span = chunk.queries[i / kv_heads];
+        const int following = i + 1 < tasks ? i + 1 : i;
+        const Span& next = chunk.queries[following / kv_heads];
+        const HeadCache<T> cache = cache_of(span, i % kv_heads), next_cache = cache_of(next, following % kv_heads);
+        const int next_group = first_seen(rule, next) / kGroup * kGroup;
         take_queries(layer, span, i % kv_heads, scratch_[thread]);
-        attend(rule, span, cache_of(span, i % kv_heads), scratch_[thread]);
+        attend(rule, span, cache, {next_cache, next_group, next.position + next.count}, scratch_[thread]);
         leave_attended(span, i % kv_heads, scratch_[thread]);
       }
     };
-    pool.split((int)chunk.queries.size() * kv_heads, attend_one, 1);
+    pool.split(tasks, attend_some, std::max(1, tasks / (8 * pool.size())));
     project(pool, attended_.read(), chunk.count, layer.output, layer.output_bias, num_attended_,
             layer.post_attention_norm, hidden, partial);
   }

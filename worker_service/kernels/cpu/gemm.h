@@ -1,6 +1,7 @@
 // y = x * W^T for a weight that was packed once: [columns / 32][k / depth][32][depth], see tile.h.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "pool.h"
@@ -22,22 +23,20 @@ inline ptrdiff_t padded(ptrdiff_t size) { return ((size + 31) / 32 | 1) * 32; }
 
 // Twelve rows and one panel need 24 accumulators; two registers of columns and one of a row remain.
 constexpr int kTileRows = 12;
-// With few rows the processor's own prefetching keeps up best; with more, products hide what comes
-// late only if it was asked for in time.
-constexpr int kFewRows = 4;
-constexpr int kAskAheadBytes = 2048;
 // Rows of x that stay in a core's second-level cache while panels go by.
 constexpr int kRowBytes = 256 * 1024;
 
 // sums[r] = the 32 columns of row r. Not inlined: there are twelve heights and many callers, and a tile
 // costs far more than to store and load its sums.
-template <class T, int R>
+template <class T, int R, bool AsksAhead>
 __attribute__((noinline)) void multiply_panel(const T* x, ptrdiff_t stride, const T* panel, int steps,
-                                              float (*sums)[kPanel]) {
+                                              const char* ahead, float (*sums)[kPanel]) {
   const T* const vectors[2] = {panel, panel + kLanes * Product<T>::depth};
   Tile<T, R, 2> tile;
   tile.clear();
-  tile.template add<(R <= kFewRows ? 0 : kAskAheadBytes)>(x, stride, vectors, kPanel * Product<T>::depth, steps);
+  tile.add(x, stride, vectors, kPanel * Product<T>::depth, steps, [&](int s) {
+    if constexpr (AsksAhead) ask(ahead + s * 64);
+  });
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     store(sums[r], tile.sum[r][0]);
@@ -50,18 +49,28 @@ __attribute__((noinline)) void multiply_panel(const T* x, ptrdiff_t stride, cons
 template <class T, class Done>
 void gemm(Pool& pool, Rows<const T> x, int num_rows, const T* weight, int depth, int num_panels, Done&& done) {
   const int steps = depth / Product<T>::depth;
-  int at_once = kRowBytes / (depth * (int)sizeof(T)) / kTileRows * kTileRows;
-  at_once = at_once < kTileRows ? kTileRows : at_once;
-  const int row_blocks = (num_rows + at_once - 1) / at_once;
+  const int most = std::max(kTileRows, kRowBytes / (depth * (int)sizeof(T)));
+  const int row_blocks = (num_rows + most - 1) / most;
   pool.split(row_blocks * num_panels, [&](int begin, int end) {
     alignas(64) float sums[kTileRows][kPanel];
     for (int i = begin; i < end; ++i) {
-      const int panel = i % num_panels, first = i / num_panels * at_once;
-      const int count = num_rows - first < at_once ? num_rows - first : at_once;
+      const int panel = i % num_panels, block = i / num_panels;
+      const int first = (int)((int64_t)num_rows * block / row_blocks);
+      const int count = (int)((int64_t)num_rows * (block + 1) / row_blocks) - first;
       const T* columns = weight + (ptrdiff_t)panel * depth * kPanel;
+      const char* next = reinterpret_cast<const char*>(columns + (ptrdiff_t)depth * kPanel);
+      int tiles = 0;
       for_tiles<kTileRows>(count, [&](int offset, auto height) {
         const int row = first + offset;
-        multiply_panel<T, height>(x[row], x.stride, columns, steps, sums);
+        // Where a panel serves several tiles, the processor's own prefetching comes too late for the
+        // next panel: the first two tiles ask for one of its two lines each step. Where it serves
+        // one, asking only slows the processor down.
+        if (count > kTileRows && tiles++ < 2) {
+          multiply_panel<T, height, true>(x[row], x.stride, columns, steps, next, sums);
+          next += steps * 64;
+        } else {
+          multiply_panel<T, height, false>(x[row], x.stride, columns, steps, next, sums);
+        }
         for (int r = 0; r < height; ++r) done(row + r, panel, load(sums[r]), load(sums[r] + kLanes));
       });
     }

@@ -46,6 +46,10 @@ struct Product<bf16> {
   }
 };
 
+struct Nothing {
+  SW_INLINE void operator()(int) const {}
+};
+
 // Sums of one tile, held in registers. An element's sum goes over k in order, in one accumulator: its
 // value is the same whatever R, V and the position in the tile are. All determinism rests on that.
 template <class T, int R, int V>
@@ -61,16 +65,16 @@ struct Tile {
   }
 
   // Adds `steps` steps: `a` holds the rows, `lda` apart; vector v of step s is at b[v] + s * stride.
-  template <int Ahead = 0>
-  SW_INLINE void add(const T* a, ptrdiff_t lda, const T* const (&b)[V], ptrdiff_t stride, int steps) {
+  // each_step(s) is for asking memory for what will be needed later.
+  template <class F = Nothing>
+  SW_INLINE void add(const T* a, ptrdiff_t lda, const T* const (&b)[V], ptrdiff_t stride, int steps,
+                     F&& each_step = F{}) {
     ptrdiff_t at = 0;
     for (int s = 0; s < steps; ++s, at += stride) {
       typename P::Packed columns[V];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) {
-        columns[v] = P::packed(b[v] + at);
-        if (Ahead > 0) __builtin_prefetch((const char*)(b[v] + at) + Ahead);
-      }
+      for (int v = 0; v < V; ++v) columns[v] = P::packed(b[v] + at);
+      each_step(s);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         typename P::Packed row = P::broadcast(a + r * lda + s * P::depth);

@@ -79,6 +79,7 @@ SW_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// Of numbers; where one is NaN, b.
 SW_INLINE Floats max(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -104,26 +105,27 @@ SW_INLINE float max_lanes(Floats value) {
 #endif
 }
 
-// e^x to about 2 units in the last place: 2^n * e^r with |r| <= ln(2)/2, e^r by its series to r^7.
-// Outside of [-87, 88] it stays at what it is there.
-SW_INLINE Floats exp(Floats x) {
-  x = x < -87.0f ? splat(-87.0f) : x;
-  x = x > 88.0f ? splat(88.0f) : x;
-  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits.
-  Floats shifted = fma(x, splat(1.44269504f), magic);
-  Floats n = shifted - magic;
-  Floats r = fma(n, splat(-0.693359375f), x);  // ln 2 in two parts
-  r = fma(n, splat(2.12194440e-4f), r);
-  Floats p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r + 1.0f);
-  Ints exponent = ((Ints)shifted - (Ints)magic + 127) << 23;
-  return p * (Floats)exponent;
+// 2^x to about two units in the last place: 2^n * 2^r with |r| <= 1/2, 2^r by its series. Beyond what
+// has a normal result it stays at the nearest that has; NaN stays NaN.
+SW_INLINE Floats exp2(Floats x) {
+  x = max(splat(-126.0f), x);
+  x = x > 127.0f ? splat(127.0f) : x;
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+  const Floats shifted = x + magic;
+  const Floats r = x - (shifted - magic);
+  Floats p = splat(1.5403530e-4f);
+  p = fma(p, r, splat(1.3333558e-3f));
+  p = fma(p, r, splat(9.6181291e-3f));
+  p = fma(p, r, splat(5.5504109e-2f));
+  p = fma(p, r, splat(2.4022651e-1f));
+  p = fma(p, r, splat(6.9314718e-1f));
+  p = fma(p, r, splat(1.0f));
+  return (Floats)((Ints)p + ((Ints)shifted << 23));
 }
+
+constexpr float kLog2E = 1.44269504f;
+
+SW_INLINE Floats exp(Floats x) { return exp2(x * kLog2E); }
 
 SW_INLINE Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
 
@@ -136,6 +138,16 @@ SW_INLINE Floats gelu(Floats x) {
 }
 
 SW_INLINE Floats cap(Floats x, float limit) { return limit > 0 ? limit * tanh(x / limit) : x; }
+
+// Asks for a line of memory, to come into the second-level cache. By hand, because GCC takes a function
+// that only prefetches for one without effect, and drops it.
+SW_INLINE void ask(const void* line) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(line)));
+#elif defined(__aarch64__)
+  asm volatile("prfm pldl2keep, %0" : : "Q"(*static_cast<const char*>(line)));
+#endif
+}
 
 SW_INLINE void pause_cpu() {
 #if defined(__x86_64__)
