@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,12 @@ class _Service:
         with startup_trace(self._tracer, path):
             with startup_phase(self._tracer, PHASE):
                 checkpoint = await asyncio.to_thread(check_before_start, path, wish_of(settings))
-            plan = _start_plan(settings, checkpoint, path)
+            plan = start_plan(settings, checkpoint, path)
             model, started = await _both(
                 asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len),
                 GroupStarter(self._workers, plan, self._tracer).start(),
             )
+            model = replace(model, max_model_len=started.max_model_len)
             config = SchedulerConfig(
                 num_blocks=started.num_blocks,
                 block_size=settings.block_size,
@@ -251,7 +253,8 @@ def _model_path(settings: SchedulerSettings) -> str:
     return os.path.abspath(os.path.expanduser(settings.model))
 
 
-def _start_plan(settings: SchedulerSettings, checkpoint: Checkpoint, path: str) -> StartPlan:
+def start_plan(settings: SchedulerSettings, checkpoint: Checkpoint, path: str) -> StartPlan:
+    """What workers are to be made ready for, by the settings and what the checkpoint says of its model."""
     config = checkpoint.config
     return StartPlan(
         model_path=path,
@@ -265,6 +268,7 @@ def _start_plan(settings: SchedulerSettings, checkpoint: Checkpoint, path: str) 
         block_size=settings.block_size,
         num_blocks=settings.num_kv_blocks,
         worker_timeout_s=settings.worker_timeout,
+        fit_max_model_len=settings.fit_max_model_len,
     )
 
 

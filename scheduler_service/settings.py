@@ -45,6 +45,9 @@ class SchedulerSettings(BaseModel):
         le=16_777_216,
         description="Most tokens of prompt and output together; by default what the model was made for.",
     )
+    fit_max_model_len: bool = Field(
+        default=False, description="Lower max_model_len to what the KV blocks hold, rather than refuse to start."
+    )
     max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences that run at once.")
     max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576, description="Most tokens of one step.")
     block_size: int = Field(default=16, ge=1, le=256, description="Token positions of one KV block.")

@@ -18,11 +18,13 @@ from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.ports import StepStream
 from scheduler_service.engine.start import GroupStarter, StartPlan
 from scheduler_service.engine.values import Sampling
+from scheduler_service.main import start_plan
 from scheduler_service.rpc.worker_client import WorkerClient
+from scheduler_service.settings import SchedulerSettings
 from stepwire.supervisor.ports import free_port
 
 _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None)
-_START_TIMEOUT_S, _END_TIMEOUT_S = 120.0, 30.0
+_END_TIMEOUT_S = 30.0
 
 
 class Boundary:
@@ -37,7 +39,7 @@ class Boundary:
         self._results: deque[StepResult] = deque()
         self._runner = asyncio.Runner()
         try:
-            self._stream = self._runner.run(self._start(f"127.0.0.1:{port}", start_plan(model, sizes)))
+            self._stream = self._runner.run(self._start(f"127.0.0.1:{port}", wanted(model, sizes)))
         except BaseException:
             self._end_process()
             raise
@@ -108,19 +110,15 @@ class Boundary:
         self._runner.close()
 
 
-def start_plan(model: Path, sizes: Sizes) -> StartPlan:
+def wanted(model: Path, sizes: Sizes) -> StartPlan:
     """What the worker is to be made ready for."""
-    checkpoint = open_checkpoint(model)
-    return StartPlan(
-        model_path=str(model),
+    settings = SchedulerSettings(
+        model=str(model),
         dtype=sizes.dtype,
-        fingerprint=checkpoint.fingerprint,
-        architecture=checkpoint.config.architecture,
-        vocab_size=checkpoint.config.vocab_size,
         max_model_len=sizes.max_model_len,
-        max_sequences=sizes.max_sequences,
-        max_step_tokens=sizes.max_step_tokens,
+        max_num_seqs=sizes.max_sequences,
+        max_num_batched_tokens=sizes.max_step_tokens,
         block_size=sizes.block_size,
-        num_blocks=sizes.num_blocks,
-        worker_timeout_s=_START_TIMEOUT_S,
+        num_kv_blocks=sizes.num_blocks,
     )
+    return start_plan(settings, open_checkpoint(model), str(model))

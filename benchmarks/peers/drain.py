@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.request import Request
@@ -16,7 +17,7 @@ class Sizes:
     block_size: int = 16
     num_blocks: int = 1024
     max_model_len: int = 512
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     @property
     def scheduler_config(self) -> SchedulerConfig:

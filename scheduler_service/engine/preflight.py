@@ -28,7 +28,8 @@ def wish_of(settings: SchedulerSettings) -> Wish:
         tensor_parallel_size=len(settings.workers),
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
-        num_kv_blocks=settings.num_kv_blocks,
+        # Then there is no number too small: the context becomes shorter.
+        num_kv_blocks=None if settings.fit_max_model_len else settings.num_kv_blocks,
         block_size=settings.block_size,
     )
 

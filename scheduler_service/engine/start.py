@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import structlog
@@ -27,7 +27,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StartPlan:
-    """What the workers are to be made ready for. `num_blocks` None takes what their memory holds."""
+    """What the workers are to be made ready for. `num_blocks` None takes what their memory holds.
+
+    With `fit_max_model_len` a context that does not fit is made shorter, rather than refused.
+    """
 
     model_path: str
     dtype: str
@@ -40,6 +43,7 @@ class StartPlan:
     block_size: int
     num_blocks: int | None
     worker_timeout_s: float
+    fit_max_model_len: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class StartedGroup:
     ranks: Sequence[Rank]
     epoch: int
     num_blocks: int
+    max_model_len: int
     summary: LoadSummary
 
 
@@ -72,12 +77,13 @@ class GroupStarter:
         summaries = await self._load_all()
         async with self._phase("determine_available_memory"):
             memory = await self._each("determine_available_memory", self._measure)
+        self._plan = fit_context(self._plan, summaries, memory)
         num_blocks = decide_num_blocks(self._plan, summaries, memory)
         async with self._phase("initialize_cache"):
             await self._each("initialize_cache", lambda rank: self._initialize_cache(rank, num_blocks))
         async with self._phase("warm_up") as report:
             await self._each("warm_up", lambda rank: self._warm_up(rank, report))
-        return StartedGroup(self._ranks, self._epoch, num_blocks, summaries[0])
+        return StartedGroup(self._ranks, self._epoch, num_blocks, self._plan.max_model_len, summaries[0])
 
     async def _load_all(self) -> list[LoadSummary]:
         try:
@@ -212,6 +218,18 @@ class GroupStarter:
             yield
 
 
+def fit_context(plan: StartPlan, summaries: Sequence[LoadSummary], memory: Sequence[MemoryReport]) -> StartPlan:
+    """The plan, its `max_model_len` lowered to what the KV blocks hold where that is wished; logs what it became."""
+    if not plan.fit_max_model_len:
+        return plan
+    fitting = _num_fitting(plan, summaries, memory)
+    longest = (fitting if plan.num_blocks is None else min(plan.num_blocks, fitting)) * plan.block_size
+    if not 0 < longest < plan.max_model_len:
+        return plan
+    _log.info("max_model_len_fitted", wished=plan.max_model_len, fitted=longest, blocks=longest // plan.block_size)
+    return replace(plan, max_model_len=longest)
+
+
 def decide_num_blocks(plan: StartPlan, summaries: Sequence[LoadSummary], memory: Sequence[MemoryReport]) -> int:
     """The number of KV blocks: what the rank with least memory holds, or what was asked for, but no more than usable.
 
@@ -219,8 +237,7 @@ def decide_num_blocks(plan: StartPlan, summaries: Sequence[LoadSummary], memory:
     """
     per_sequence = -(-plan.max_model_len // plan.block_size)
     usable = plan.max_sequences * per_sequence
-    block_bytes = [summary.kv_bytes_per_token * plan.block_size for summary in summaries]
-    fitting = min(report.available_bytes // size for report, size in zip(memory, block_bytes, strict=True))
+    fitting = _num_fitting(plan, summaries, memory)
     num_blocks = min(fitting if plan.num_blocks is None else plan.num_blocks, usable)
     found = "num_kv_blocks asks for" if plan.num_blocks is not None else "the workers' memory holds"
     if plan.num_blocks is not None and plan.num_blocks > max(fitting, 0):
@@ -234,11 +251,17 @@ def decide_num_blocks(plan: StartPlan, summaries: Sequence[LoadSummary], memory:
         raise StepwireError(
             "OUT_OF_MEMORY",
             f"one sequence of max_model_len = {plan.max_model_len} tokens needs {per_sequence} KV blocks and {found} "
-            f"{max(num_blocks, 0)}; lower max_model_len to at most {max(num_blocks, 0) * plan.block_size}, or raise "
-            "num_kv_blocks or the workers' memory (memory_fraction, kv_cache_bytes)",
+            f"{max(num_blocks, 0)}; lower max_model_len to at most {max(num_blocks, 0) * plan.block_size} or set "
+            "fit_max_model_len, or raise num_kv_blocks or the workers' memory (memory_fraction, kv_cache_bytes)",
             {"needed_blocks": str(per_sequence), "fitting_blocks": str(num_blocks)},
         )
     return num_blocks
+
+
+def _num_fitting(plan: StartPlan, summaries: Sequence[LoadSummary], memory: Sequence[MemoryReport]) -> int:
+    """KV blocks that the rank with least memory holds."""
+    block_bytes = [summary.kv_bytes_per_token * plan.block_size for summary in summaries]
+    return min(report.available_bytes // size for report, size in zip(memory, block_bytes, strict=True))
 
 
 @contextmanager

@@ -150,6 +150,31 @@ async def test_a_cache_that_holds_no_whole_sequence_is_refused(
     assert all(word in caught.value.message for word in words), caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("changes", "available", "blocks", "context"),
+    [
+        ({}, 31, 31, 496),
+        ({"num_blocks": 20}, 100, 20, 320),
+        ({}, 1, 1, 16),
+        # What fits as it is stays so.
+        ({}, 100, 100, 512),
+        ({"max_model_len": 40}, 3, 3, 40),
+    ],
+)
+async def test_a_context_is_fitted_to_the_memory_on_request(
+    server: FakeWorkerServer, changes: dict[str, Any], available: int, blocks: int, context: int
+) -> None:
+    server.worker.available_blocks = available
+    started = await start(server, fit_max_model_len=True, **changes)
+    assert (started.num_blocks, started.max_model_len) == (blocks, context)
+
+
+async def test_no_context_fits_where_not_even_a_block_does(server: FakeWorkerServer) -> None:
+    server.worker.available_blocks = 0
+    with pytest.raises(StepwireError, match="needs 32 KV blocks"):
+        await start(server, fit_max_model_len=True)
+
+
 def test_the_rank_with_least_memory_decides() -> None:
     from scheduler_service.engine.ports import LoadSummary, MemoryReport
 
