@@ -3,10 +3,11 @@
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import click
 
+from scheduler_service.engine.preflight import wish_of
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.checks.checkpoint import check_checkpoint, check_log_dir
 from stepwire.cli.checks.devices import check_devices
@@ -53,7 +54,8 @@ def findings(settings: Settings) -> Iterator[Finding]:
     yield from check_memory(memory)
     yield check_port(scheduler.host, scheduler.port)
     yield check_log_dir(supervisor.log_dir)
-    yield check_checkpoint(scheduler.model if model else None, memory, on_cpu=worker.device == "cpu")
+    wish = replace(wish_of(scheduler), kv_cache_bytes=worker.kv_cache_bytes)
+    yield check_checkpoint(scheduler.model if model else None, memory, wish, on_cpu=worker.device == "cpu")
 
 
 def _check_variables() -> Iterator[Finding]:

@@ -1,16 +1,17 @@
-"""Whether the checkpoint opens and can fit, and whether logs can be written."""
+"""Whether the checkpoint can be served and can fit, and whether logs can be written."""
 
 import os
 from pathlib import Path
 
 from loader.checkpoint import open_checkpoint
 from loader.errors import CheckpointError
+from loader.inspection import Wish, inspect_checkpoint
 from stepwire.cli.checks.finding import Finding, human_bytes
 from stepwire.cli.checks.memory import Memory
 
 
-def check_checkpoint(model: str | None, memory: Memory | None, *, on_cpu: bool) -> Finding:
-    """Opens the checkpoint, which reads headers only."""
+def check_checkpoint(model: str | None, memory: Memory | None, wish: Wish, *, on_cpu: bool) -> Finding:
+    """Holds the checkpoint against the settings as a start does, from headers."""
     if model is None:
         return Finding("ok", "checkpoint", "none given; --model checks one")
     path = Path(model).expanduser()
@@ -18,10 +19,15 @@ def check_checkpoint(model: str | None, memory: Memory | None, *, on_cpu: bool) 
         checkpoint = open_checkpoint(path)
     except CheckpointError as error:
         return Finding("fail", "checkpoint", error.message, error.remedy)
-    config = checkpoint.config
+    found = inspect_checkpoint(checkpoint, wish)
+    for problem in found.problems:
+        return Finding("fail", "checkpoint", problem.message, problem.remedy)
     size = human_bytes(checkpoint.total_bytes)
-    text = f"{path.name}: {config.architecture}, {checkpoint.format}, {len(checkpoint.tensors)} tensors, {size}"
-    if on_cpu and memory is not None and checkpoint.total_bytes > memory.usable:
+    kind = f"{checkpoint.config.architecture}, {checkpoint.format}"
+    text = f"{path.name}: {kind}, {len(checkpoint.tensors)} tensors, {size}"
+    resident = sum(rank.resident_bytes for rank in found.ranks)
+    if on_cpu and memory is not None and resident > memory.usable:
+        text += f", {human_bytes(resident)} in memory"
         remedy = f"{human_bytes(memory.usable)} are usable: free some, or serve a smaller or quantised checkpoint"
         return Finding("fail", "checkpoint", text, remedy)
     return Finding("ok", "checkpoint", text)

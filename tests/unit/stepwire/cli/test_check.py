@@ -12,6 +12,8 @@ from loader.checkpoint import open_checkpoint
 from stepwire.cli.main import run
 from tests.support.tiny_adapter import make_tiny_adapter
 from tests.support.tiny_checkpoint import make_tiny_llama
+from tests.support.tiny_quantised import write_tensors
+from tests.support.tiny_quantised_models import awq, make_tiny_quantised, stored_tensors
 
 
 @pytest.fixture
@@ -66,6 +68,31 @@ def test_a_checkpoint_that_is_broken_names_file_and_tensor(capsys: pytest.Captur
     assert "10 bytes are missing" in problem["message"]
     assert run(["check", str(model)]) == 1
     assert capsys.readouterr().out.startswith("not usable: ")
+
+
+def test_a_quantised_checkpoint_is_described_as_what_it_becomes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = make_tiny_quantised(tmp_path / "q", awq())
+    found = answer(capsys, 0, model, "--dtype", "bfloat16")
+    plain = answer(capsys, 0, make_tiny_llama(tmp_path / "plain"), "--dtype", "bfloat16")
+    assert (found["quantisation"], plain["quantisation"]) == ("awq", None)
+    assert found["parameters"] == plain["parameters"]
+    assert found["ranks"][0]["weight_bytes"] < 0.6 * plain["ranks"][0]["weight_bytes"]
+    assert run(["check", str(model)]) == 0
+    assert "14 products, by awq" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_quantised_checkpoint_without_a_scale_is_not_usable(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = make_tiny_quantised(tmp_path / "q", awq())
+    tensors = stored_tensors(model)
+    name = "model.layers.1.mlp.up_proj.scales"
+    del tensors[name]
+    write_tensors(model / "model.safetensors", tensors)
+    (problem,) = answer(capsys, 1, model)["problems"]
+    assert (problem["code"], problem["tensor"]) == ("invalid", name)
 
 
 def test_adapters_are_checked_with_it(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
@@ -159,3 +186,12 @@ def test_verify_reads_what_has_a_hash_and_names_what_has_none(
     assert answer(capsys, 0, model)["verified_files"] is None
     (problem,) = answer(capsys, 1, model, "--verify")["problems"]
     assert (problem["code"], problem["file"]) == ("invalid", str(first))
+
+
+def test_a_path_of_this_machine_needs_no_network_library(model: Path) -> None:
+    program = (
+        "import sys; from stepwire.cli.main import run; run(['check', '--json', sys.argv[1]]); "
+        "print(sorted({'fsspec', 'huggingface_hub', 'httpx', 'urllib.request', 'torch', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from loader.inspection import Wish
 from stepwire.cli.checks import devices, memory, software
 from stepwire.cli.checks.checkpoint import check_checkpoint, check_log_dir
 from stepwire.cli.checks.devices import check_devices, usable_cores
@@ -148,17 +149,25 @@ def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    assert check_checkpoint(None, None, on_cpu=True).status == "ok"
-    finding = check_checkpoint(str(tmp_path / "none"), None, on_cpu=True)
+    assert check_checkpoint(None, None, Wish(), on_cpu=True).status == "ok"
+    finding = check_checkpoint(str(tmp_path / "none"), None, Wish(), on_cpu=True)
     assert (finding.status, bool(finding.remedy)) == ("fail", True)
 
 
 def test_a_checkpoint_that_cannot_fit_fails_on_cpu(tmp_path: Path) -> None:
     tiny_checkpoint = make_tiny_llama(tmp_path / "tiny")
     tight = Memory(GIB, 10, None, 0)
-    assert check_checkpoint(str(tiny_checkpoint), None, on_cpu=True).status == "ok"
-    assert check_checkpoint(str(tiny_checkpoint), tight, on_cpu=True).status == "fail"
-    assert check_checkpoint(str(tiny_checkpoint), tight, on_cpu=False).status == "ok"
+    assert check_checkpoint(str(tiny_checkpoint), None, Wish(), on_cpu=True).status == "ok"
+    assert check_checkpoint(str(tiny_checkpoint), tight, Wish(), on_cpu=True).status == "fail"
+    assert check_checkpoint(str(tiny_checkpoint), tight, Wish(), on_cpu=False).status == "ok"
+
+
+def test_a_checkpoint_that_the_settings_do_not_fit_fails(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path / "tiny")
+    finding = check_checkpoint(str(model), None, Wish(num_kv_blocks=2), on_cpu=True)
+    assert (finding.status, "max_model_len" in finding.remedy) == ("fail", True)
+    (model / "tokenizer.json").unlink()
+    assert "tokenizer.json" in check_checkpoint(str(model), None, Wish(), on_cpu=False).text
 
 
 def test_log_folders(tmp_path: Path) -> None:
