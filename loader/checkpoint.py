@@ -69,15 +69,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def fingerprint(files: Iterable[FileFacts], configs: Iterable[tuple[str, bytes]]) -> str:
     """Names the content of a checkpoint: its files of weights, and the small ones given with their content.
 
-    A file whose SHA-256 is known is named by that and by its name, so that copies on other machines have the same
-    fingerprint. Of any other only size and header are known, and another model of the same shapes would have the same:
-    the time of its last change stands for the content, although a copy may have another.
+    A file whose SHA-256 is known is named by that alone, so that copies on other machines have the same fingerprint,
+    whatever they are called. Of any other only size and header are known, which another model of the same shapes has
+    too: there the time of the last change stands for the content, although a copy may have another.
     """
     digest, known = hashlib.sha256(), KnownHashes()
     for file in files:
         sha256 = known.of(file.path)
         if sha256 is not None:
-            digest.update(f"{file.path.name}\0{file.num_bytes}\0sha256:{sha256}\0".encode())
+            digest.update(f"sha256:{sha256}\0".encode())
             continue
         digest.update(f"{file.path.name}\0{file.num_bytes}\0{file.mtime_ns}\0".encode())
         digest.update(file.header_sha256)

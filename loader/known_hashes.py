@@ -41,9 +41,7 @@ class KnownHashes:
 
 
 def _blob_name(path: Path) -> str | None:
-    if not path.is_symlink():
-        return None
-    target = path.resolve()
+    target = path.resolve() if path.is_symlink() else path
     return target.name if target.parent.name == "blobs" and _SHA256.fullmatch(target.name) else None
 
 

@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,6 +105,8 @@ class ModelCache:
         CheckpointError: "unavailable" when there is no room, or as `download` does; LoadCancelled.
         """
         key = entry_key(model)
+        if self._is_read_only() and self._is_whole(key):
+            return Held(self._path_of(key), None)
         self._make_folders()
         waiting = Waiting(
             asking.report,
@@ -128,6 +129,8 @@ class ModelCache:
             return None
         if not key.isalnum() or not self._is_whole(key):
             return None
+        if self._is_read_only():
+            return Held(self._path_of(key), None)
         with acquire(self._root / "locks" / key, Waiting()):
             return self._lease(key) if self._is_whole(key) else None
 
@@ -248,13 +251,19 @@ class ModelCache:
 
     def _lease(self, key: str) -> Held:
         """Marks an entry as used; the caller has its lock."""
-        record = self._root / "entries" / key / RECORD_NAME
-        path = record.parent / str(read_json_object(record)["path"])
         leases = self._root / "leases" / key
         leases.mkdir(parents=True, exist_ok=True)
         lease = Mark.try_make(leases / secrets.token_hex(8))
-        os.utime(record, (time.time(), time.time()))
-        return Held(path, lease)
+        os.utime(self._root / "entries" / key / RECORD_NAME)
+        return Held(self._path_of(key), lease)
+
+    def _path_of(self, key: str) -> Path:
+        entry = self._root / "entries" / key
+        return entry / str(read_json_object(entry / RECORD_NAME)["path"])
+
+    def _is_read_only(self) -> bool:
+        """Whether nothing can be written, and so nothing be evicted from here: a cache that others fill."""
+        return self._root.exists() and not os.access(self._root / "locks", os.W_OK)
 
     def _in_use(self, key: str) -> bool:
         used = False

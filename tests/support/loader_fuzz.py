@@ -4,6 +4,7 @@ Each case follows from kind, seed and number alone. The number of the case at ha
 the parent can name the one that hung or ended the process.
 """
 
+import json
 import os
 import random
 import resource
@@ -24,16 +25,20 @@ from loader.adapters.merge import merge_adapter
 from loader.adapters.parts import adapter_bytes
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError
+from loader.formats.slicing import Split, slice_checkpoint
 from loader.inspection import Wish, inspect_checkpoint
 from loader.shares import RankPlace
 from loader.tokenizer import load_tokenizer
 from loader.weights import WeightSlice, load_weights
 from tests.support.mutations import GgufParts, damaged_bytes, damaged_json
+from tests.support.slow_reader import read_slowly
 from tests.support.tiny_adapter import EMBEDDING, PREFIX, adapter_tensors, layer_modules, write_adapter
 from tests.support.tiny_checkpoint import make_tiny_llama
 from tests.support.tiny_gguf import gguf_name, make_tiny_gguf
+from tests.support.tiny_trtllm import make_tiny_trtllm
 
-KINDS = ("shards", "config", "tokenizer", "gguf", "sentencepiece", "adapter")
+KINDS = ("shards", "config", "tokenizer", "gguf", "sentencepiece", "adapter", "presliced", "tensorrt-llm")
+_RANK_KINDS = ("presliced", "tensorrt-llm")
 _GGUF_KINDS = ("gguf", "sentencepiece")
 MAX_CASE_S = 3.0
 # Beside what the process has after its first loads. The files have less than half a MB.
@@ -51,7 +56,7 @@ Damage = Callable[[random.Random], Mapping[str, bytes]]
 def main(kind: str, seed: int, first: int, stop: int, folder: Path) -> None:
     """Runs the cases [first, stop). Raises at the first that ends in anything but a right load or a refusal."""
     torch.set_num_threads(1)
-    make = _gguf if kind in _GGUF_KINDS else _adapter if kind == "adapter" else _safetensors
+    make = _MAKERS.get(kind, _safetensors)
     path, damage = make(kind, folder)
     sound = {file.name: file.read_bytes() for file in folder.iterdir()}
     reference = _load(path, kind)
@@ -134,6 +139,28 @@ def _adapter(kind: str, folder: Path) -> tuple[Path, Damage]:
     return folder, damage
 
 
+def _ranks(kind: str, folder: Path) -> tuple[Path, Damage]:
+    """A checkpoint of two ranks, in our format or in TensorRT-LLM's."""
+    base = make_tiny_llama(_base_of(folder), num_layers=1, hidden_size=16, heads=2, kv_heads=1, intermediate_size=32)
+    if kind == "presliced":
+        folder.rmdir()
+        options = {"progress": lambda _done, _total: None, "cancelled": lambda: False}
+        slice_checkpoint(open_checkpoint(base), folder, Split(2), **options)
+    else:
+        make_tiny_trtllm(folder, json.loads((base / "config.json").read_text()), tp=2)
+    sound = {file.name: file.read_bytes() for file in folder.iterdir()}
+    ranks = sorted(name for name in sound if name.endswith(".safetensors"))
+    description = "stepwire.json" if kind == "presliced" else "config.json"
+
+    def damage(rng: random.Random) -> Mapping[str, bytes]:
+        if rng.random() < 0.4:
+            name = rng.choice(ranks)
+            return {name: _damaged_safetensors(rng, sound[name])}
+        return {description: damaged_json(rng, sound[description])}
+
+    return folder, damage
+
+
 def _base_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-base")
 
@@ -180,6 +207,8 @@ def _load(path: Path, kind: str) -> Checkpoint | LoadedAdapter | None:
         _compare_gguf(checkpoint, loaded)
     elif kind == "shards":
         _compare_safetensors(checkpoint, loaded)
+    elif kind in _RANK_KINDS:
+        _compare_pieces(checkpoint, loaded)
     return checkpoint
 
 
@@ -204,6 +233,13 @@ def _compare_safetensors(checkpoint: Checkpoint, loaded: Mapping[str, torch.Tens
                 raise ValueError(f"{name} was loaded wrongly")
 
 
+def _compare_pieces(checkpoint: Checkpoint, loaded: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in loaded.items():
+        expected = torch.from_numpy(read_slowly(checkpoint.tensors[name]).copy())
+        if not torch.equal(tensor.view(torch.int32), expected.view(torch.int32)):
+            raise ValueError(f"{name} was loaded wrongly")
+
+
 def _compare_gguf(checkpoint: Checkpoint, loaded: Mapping[str, torch.Tensor]) -> None:
     raw = checkpoint.path.read_bytes()
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
@@ -217,6 +253,13 @@ def _compare_gguf(checkpoint: Checkpoint, loaded: Mapping[str, torch.Tensor]) ->
         expected = torch.from_numpy(gguf.quants.dequantize(data, stored).copy()).view(info.shape)
         if not torch.equal(loaded[name].view(torch.int32), expected.float().view(torch.int32)):
             raise ValueError(f"{name} was loaded wrongly")
+
+
+_MAKERS = {
+    **dict.fromkeys(_GGUF_KINDS, _gguf),
+    **dict.fromkeys(_RANK_KINDS, _ranks),
+    "adapter": _adapter,
+}
 
 
 def _limit_memory() -> None:

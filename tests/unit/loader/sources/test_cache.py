@@ -102,6 +102,17 @@ def test_a_damaged_entry_is_brought_again(cache: ModelCache, asking: Asking, dam
         assert file.read_bytes() == bytes(1000)
 
 
+def test_a_cache_that_others_fill(cache: ModelCache, asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mounted read-only: what is whole there is used, and nothing is written."""
+    with cache.hold(model(), "x://m", asking) as held:
+        pass
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(module.Mark, "try_make", None)
+    found = cache.find("x://m")
+    assert found is not None
+    assert cache.hold(model(), "x://m", asking).path == found.path == held.path
+
+
 # --- the limit
 
 
