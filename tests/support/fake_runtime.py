@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from loader.errors import LoadCancelled
-from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.report import DeviceInfo, LoadPhase, LoadSummary, MemoryReport, Phase
 from worker_service.runtime.step import Logprobs, NewSequence, StateMismatch, StepInput, StepOutput
 
 VOCAB_SIZE = 1000
 KV_BYTES_PER_TOKEN = 64
+LOAD_PHASES = (LoadPhase("map", 1_000_000, 0), LoadPhase("read", 4_000_000, 1000), LoadPhase("map", 2_000_000, 1024))
+LOAD_BEGIN_UNIX_NS = 1_800_000_000_000_000_000
 
 
 @dataclass
@@ -75,7 +77,18 @@ class FakeRuntime:
         progress("attach", self.total_bytes, self.total_bytes)
         resolved = "float32" if dtype == "auto" else dtype
         return LoadSummary(
-            fingerprint_of(path), "FakeForCausalLM", 4096, resolved, KV_BYTES_PER_TOKEN, VOCAB_SIZE, 512, False, 7
+            fingerprint=fingerprint_of(path),
+            architecture="FakeForCausalLM",
+            weight_bytes=4096,
+            dtype=resolved,
+            kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+            vocab_size=VOCAB_SIZE,
+            max_position_count=512,
+            already_loaded=False,
+            duration_ns=7_000_000,
+            phases=LOAD_PHASES,
+            mapped_bytes=1024,
+            begin_unix_ns=LOAD_BEGIN_UNIX_NS,
         )
 
     def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
