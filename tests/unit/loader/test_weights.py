@@ -1,5 +1,8 @@
 import os
 import threading
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,8 @@ from safetensors.torch import load_file
 
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError, LoadCancelled
-from loader.reading.tuning import Storage, Tuner
-from loader.weights import WeightSlice, bytes_to_read, load_weights
+from loader.reading.tuning import MAX_THREADS, Storage, Tuner
+from loader.weights import LoadReport, WeightSlice, bytes_to_read, load_weights
 from tests.support.tiny_checkpoint import make_tiny_llama, tiny_tensors
 from tests.support.tiny_gguf import TINY_CONFIG, make_tiny_gguf
 
@@ -299,3 +302,160 @@ def test_rotary_biases_of_a_gguf_come_back_in_order(tmp_path: Path) -> None:
         name = f"model.layers.1.self_attn.{part_name}_proj.bias"
         assert torch.equal(part(checkpoint, name, None), torch.arange(size, dtype=torch.float32))
         assert torch.equal(part(checkpoint, name, 0, 5, 21), torch.arange(5, 21, dtype=torch.float32))
+
+
+def deliver_all(
+    checkpoint: Checkpoint, deliver: Callable[[str, torch.Tensor], None], **options: Any
+) -> dict[str, torch.Tensor]:
+    return load_weights(
+        checkpoint,
+        everything(checkpoint),
+        dtype=torch.float32,
+        progress=lambda _: None,
+        cancelled=lambda: False,
+        deliver=deliver,
+        **options,
+    )
+
+
+def test_tensors_are_delivered_in_the_order_of_the_files(safetensors: Checkpoint) -> None:
+    expected = load(safetensors, *everything(safetensors))
+    found: list[str] = []
+    threads: set[int] = set()
+
+    def deliver(name: str, tensor: torch.Tensor) -> None:
+        assert torch.equal(tensor, expected[name])
+        found.append(name)
+        threads.add(threading.get_ident())
+
+    assert deliver_all(safetensors, deliver) == {}
+    infos = sorted(safetensors.tensors.values(), key=lambda info: (str(info.file), info.offset))
+    assert found == [info.name for info in infos]
+    assert threads == {threading.get_ident()}
+
+
+def test_reading_goes_on_while_tensors_are_delivered_but_not_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the largest tensor and the read-ahead, counted when the memory of a tensor is taken."""
+    safetensors = open_checkpoint(make_tiny_llama(tmp_path, num_layers=8))
+    monkeypatch.setattr("loader.reading.reader.READ_BUFFER_BYTES", 0)
+    largest = max(info.num_bytes for info in safetensors.tensors.values())
+    most = largest + MAX_THREADS * 2 * 4096 + largest  # the last one may have been begun only
+    sizes = {want.name: 4 * prod(want.part_shape) for want in everything(safetensors)}
+    lock, ahead, opened = threading.Lock(), 0, 0
+    has_read_ahead = threading.Event()
+
+    def allocate(want: WeightSlice, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal ahead, opened
+        with lock:
+            ahead += sizes[want.name]
+            opened += 1
+            if opened > 3:
+                has_read_ahead.set()
+        assert ahead <= most
+        return torch.empty(want.part_shape, dtype=dtype)
+
+    def deliver(name: str, tensor: torch.Tensor) -> None:
+        nonlocal ahead
+        assert has_read_ahead.wait(60)
+        with lock:
+            ahead -= sizes[name]
+
+    assert sum(sizes.values()) > 2 * most
+    deliver_all(safetensors, deliver, allocate=allocate)
+    assert (ahead, opened) == (0, len(sizes))
+
+
+def test_memory_is_the_one_that_was_allocated(safetensors: Checkpoint) -> None:
+    given: dict[str, torch.Tensor] = {}
+
+    def allocate(want: WeightSlice, dtype: torch.dtype) -> torch.Tensor:
+        given[want.name] = torch.zeros(want.part_shape, dtype=dtype)
+        return given[want.name]
+
+    found = load_weights(
+        safetensors,
+        [WeightSlice(Q, (64, 64), 0, 3, 9), WeightSlice(NORM, (64,), 0, 5, 5)],
+        dtype=torch.bfloat16,
+        progress=lambda _: None,
+        cancelled=lambda: False,
+        allocate=allocate,
+    )
+    assert given.keys() == {Q, NORM}
+    assert all(found[name] is given[name] for name in found)
+    assert torch.equal(given[Q], part(safetensors, Q, 0, 3, 9).bfloat16())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda want, dtype: torch.empty(want.part_shape, dtype=torch.float16),
+        lambda want, dtype: torch.empty(want.shape[0], dtype=dtype),
+        lambda want, dtype: torch.empty(want.part_shape[::-1], dtype=dtype).T,
+    ],
+)
+def test_memory_for_something_else_is_refused(
+    safetensors: Checkpoint, wrong: Callable[[WeightSlice, torch.dtype], torch.Tensor]
+) -> None:
+    with pytest.raises(ValueError, match=f"{Q} needs a contiguous torch.float32"):
+        load_weights(
+            safetensors,
+            [WeightSlice(Q, (64, 64))],
+            dtype=torch.float32,
+            progress=lambda _: None,
+            cancelled=lambda: False,
+            allocate=wrong,
+        )
+
+
+def test_a_failure_to_deliver_ends_the_load(safetensors: Checkpoint) -> None:
+    def deliver(name: str, tensor: torch.Tensor) -> None:
+        raise MemoryError("no room to pack")
+
+    with pytest.raises(MemoryError, match="no room to pack"):
+        deliver_all(safetensors, deliver)
+
+
+def test_the_report_tells_what_was_read_and_how(safetensors: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [WeightSlice(O, (64, 64), 1, 0, 32), WeightSlice(Q, (64, 64))]
+    for resident in (True, False):
+        monkeypatch.setattr("loader.reading.files.is_resident", lambda *_, answer=resident: answer)
+        report = LoadReport()
+        load_weights(
+            safetensors,
+            wanted,
+            dtype=torch.bfloat16,
+            progress=lambda _: None,
+            cancelled=lambda: False,
+            report=report,
+        )
+        assert report.wanted_bytes == 64 * 32 * 4 + 64 * 64 * 4
+        read, other = (report.cached_bytes, report.disk_bytes)[:: 1 if resident else -1]
+        assert other == 0
+        assert report.wanted_bytes < read <= 2 * 64 * 64 * 4  # whole rows, of which half is wanted
+        assert (report.method == "cached") == resident
+        assert report.threads >= 1
+        assert report.wall_s >= report.convert_s / report.threads > 0
+        assert report.read_s > 0
+        assert report.buffer_bytes > 0
+
+
+def test_a_type_that_does_not_become_floats_is_named(safetensors: Checkpoint) -> None:
+    infos = {**safetensors.tensors, Q: replace(safetensors.tensors[Q], dtype="I32")}
+    checkpoint = replace(safetensors, tensors=infos)
+    error = refused(checkpoint, WeightSlice(Q, (64, 64)))
+    assert (error.code, error.tensor, error.found) == ("unsupported", Q, "I32")
+    as_stored = load(checkpoint, WeightSlice(Q, (64, 64), as_stored=True))[Q]
+    assert as_stored.dtype == torch.int32
+    assert torch.equal(as_stored.view(torch.float32), part(safetensors, Q, None))
+    error = refused(checkpoint, WeightSlice(Q, (64, 64), as_stored=True, dtypes=("U8", "F8_E4M3")))
+    assert (error.expected, error.found) == ("U8, F8_E4M3", "I32")
+
+
+def test_blocks_wanted_as_stored_are_not_cut(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "m.gguf", quantisation="Q4_1"))
+    error = refused(checkpoint, WeightSlice(O, (64, 64), 1, 3, 32, as_stored=True))
+    assert (error.code, error.tensor) == ("unsupported", O)
+    assert "3:32 cuts" in error.message
+    assert load(checkpoint, WeightSlice(O, (64, 64), 1, 32, 64, as_stored=True))[O].shape == (64, 20)

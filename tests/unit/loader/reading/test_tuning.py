@@ -75,6 +75,21 @@ def test_time_in_which_nothing_is_read_does_not_count() -> None:
     assert tuner.setting == Setting("direct", MAX_THREADS)
 
 
+def test_reads_that_began_under_another_setting_do_not_count() -> None:
+    """One that hung while two threads were tried does not make four look slow."""
+    tuner = Tuner(("direct",), 2)
+    now = 0.0
+    tuner.begin(now)
+    while tuner.setting.threads == 2:
+        tuner.begin(now)
+        now += 0.01
+        tuner.end(16 << 20, now)
+    now += 100.0
+    tuner.end(16 << 20, now)
+    settle(tuner, lambda setting: GB * setting.threads, now)
+    assert tuner.setting == Setting("direct", MAX_THREADS)
+
+
 def test_a_method_that_the_storage_refuses_is_not_tried_again() -> None:
     tuner = Tuner(("direct", "buffered"), 2)
     tuner.exclude("direct")
