@@ -12,7 +12,7 @@ from loader.errors import CheckpointError
 from loader.families import FAMILIES, Family
 from loader.fields import Fields
 from loader.files import read_json_object
-from loader.hf_other import OTHER, common_content, is_other_causal_lm, other_model
+from loader.hf_other import OTHER, common_content, is_other_causal_lm, other_model, refuse_without_sizes
 from loader.hf_rope import read_ropes, read_rotary_dim
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
@@ -39,6 +39,7 @@ def read_hf_config(folder: Path, stored_dtype: str, content: Mapping[str, Any] |
     if family is OTHER:
         other = other_model(content)
         values = Fields(path, common_content(content))
+        refuse_without_sizes(path, architecture, values.values)
     _refuse_unsupported(values, family)
     hidden_size = values.integer("hidden_size", fields.HIDDEN_BOUNDS)
     num_heads = values.integer("num_attention_heads", fields.HEAD_BOUNDS)

@@ -11,8 +11,8 @@ from loader.errors import CheckpointError
 from loader.files import read_small
 from loader.foreign import refuse_foreign_tensors
 from loader.hf_config import DTYPES, read_hf_config
-from loader.quantised.binding import QUANTISATION_FILES, quantised_config, stated_quantisation
 from loader.hf_other import with_tensors
+from loader.quantised.binding import QUANTISATION_FILES, quantised_config, stated_quantisation
 from loader.safetensors_format import SafetensorsFile
 from loader.safetensors_set import find_safetensors
 from loader.stored_names import logical_tensors

@@ -8,13 +8,19 @@ from loader.families import FAMILIES
 from loader.shares import RankPlace
 from worker_service.models.collectives import Collectives
 from worker_service.models.decoder import Decoder
+from worker_service.models.model import Model
 
 # Families differ in what their configs say, which one class computes.
 MODEL_CLASSES: Mapping[str, type[Decoder]] = {family.name: Decoder for family in FAMILIES.values()}
 
 
-def build_model(config: ModelConfig, place: RankPlace, group: Collectives | None) -> Decoder:
-    """The model of a config, without weights. Raises CheckpointError for a family that is not known."""
+def build_model(config: ModelConfig, place: RankPlace, group: Collectives | None) -> Model:
+    """The model of a config, without weights.
+
+    Raises CheckpointError for a family that is not known, ValueError for one that cannot be split over the group.
+    """
+    if config.other is not None:
+        return _other_model(config, place)
     model_class = MODEL_CLASSES.get(config.family)
     if model_class is None:
         raise CheckpointError(
@@ -25,3 +31,21 @@ def build_model(config: ModelConfig, place: RankPlace, group: Collectives | None
             found=config.family,
         )
     return model_class(config, place, group)
+
+
+def _other_model(config: ModelConfig, place: RankPlace) -> Model:
+    try:
+        # Takes seconds, and is not installed everywhere.
+        from worker_service.models.transformers_path import TransformersModel
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "transformers":
+            raise
+        raise CheckpointError(
+            "unsupported",
+            f"architecture {config.architecture} is run by transformers' definition of it, and transformers is not "
+            "installed here",
+            'pip install "stepwire[transformers]" where the worker runs',
+            expected=", ".join(MODEL_CLASSES),
+            found=config.architecture,
+        ) from error
+    return TransformersModel(config, place)

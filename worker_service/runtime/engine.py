@@ -57,8 +57,16 @@ class TorchEngine:
         self._model = build_model(config, place, None)
         self._dtype = dtype
         self._device = device
-        self._shape = CacheShape(len(self._model.layers), self._model.num_kv_heads, config.head_dim, dtype)
-        self.kv_bytes_per_token = self._shape.bytes_per_token
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """See Engine. For sure from `attach` on."""
+        return self._shape.bytes_per_token
+
+    @property
+    def _shape(self) -> CacheShape:
+        model = self._model
+        return CacheShape(len(model.layers), model.num_kv_heads, model.config.head_dim, self._dtype)
 
     def pack(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors as they are: what oneDNN packs can be neither stored nor mapped."""
