@@ -11,17 +11,25 @@ from loader.checkpoint import Checkpoint
 from loader.config import ModelConfig
 from loader.errors import CheckpointError
 from loader.hf_config import DTYPES
-from loader.layout import tensor_parallel_problem, tensor_parallel_sizes
+from loader.layout import (
+    max_pipeline_parallel_size,
+    pipeline_parallel_problem,
+    tensor_parallel_problem,
+    tensor_parallel_sizes,
+)
 from loader.needs import RankNeeds, num_parameters, rank_needs
+from loader.quantised.roundings import ROUNDINGS, Rounding
 from loader.shares import RankPlace
+from loader.tensors import files_of
 from loader.text_side import TextSide, look_at_text_side
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How the checkpoint is to be served. Raises ValueError for a number below 1 and for an unknown dtype.
+    """How the checkpoint is to be served. Raises ValueError for a number below 1, and for an unknown dtype or rounding.
 
-    `dtype` is "auto" for the checkpoint's own. `memory_bytes` is what each rank may use for weights and KV blocks,
+    `dtype` is "auto" for the checkpoint's own; `rounding` is what unquantised weights are rounded to while they are
+    read. `memory_bytes` is what each rank may use for weights and KV blocks,
     `kv_cache_bytes` what it may use for KV blocks alone, `num_kv_blocks` how many there are to be; None leaves open
     what fits. `adapters` are folders of LoRA adapters to be served beside it.
     """
@@ -36,6 +44,7 @@ class Wish:
     block_size: int = 16
     adapters: tuple[Path, ...] = ()
     max_adapter_rank: int | None = None
+    rounding: Rounding | None = None
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -52,6 +61,8 @@ class Wish:
                 raise ValueError(f"{name} is {value}, and must be at least 1")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype {self.dtype!r} is not one of auto, {', '.join(DTYPES)}")
+        if self.rounding not in (None, *ROUNDINGS):
+            raise ValueError(f"rounding {self.rounding!r} is not one of {', '.join(ROUNDINGS)}")
 
     def places(self) -> Iterator[RankPlace]:
         """The ranks, stage by stage."""
@@ -142,14 +153,14 @@ def inspect_checkpoint(checkpoint: Checkpoint, wish: Wish) -> Inspection:
     return Inspection(
         wish=wish,
         dtype=dtype,
-        num_files=len({info.file for info in checkpoint.tensors.values()}),
+        num_files=len(files_of(checkpoint.tensors.values())),
         num_tensors=len(checkpoint.tensors),
         num_parameters=num_parameters(config),
         stored_dtypes=_stored_dtypes(checkpoint),
         has_tokenizer=text.has_tokenizer,
         has_chat_template=text.has_chat_template,
         tensor_parallel_sizes=tensor_parallel_sizes(config),
-        max_pipeline_parallel_size=config.num_layers,
+        max_pipeline_parallel_size=max_pipeline_parallel_size(config),
         max_model_len=wish.max_model_len or config.max_position_count,
         ranks=ranks,
         adapters=adapters,
@@ -176,10 +187,11 @@ def _split_problems(config: ModelConfig, wish: Wish) -> Iterator[Problem]:
         sizes = ", ".join(map(str, tensor_parallel_sizes(config)))
         message = f"tp {size} does not work: {reason}"
         yield Problem("tensor_parallel", message, f"use one of tp {sizes}", expected=sizes, found=str(size))
-    if stages > config.num_layers:
-        message = f"pp {stages} does not work: the model has {config.num_layers} layers"
-        remedy = f"use a pp of 1 to {config.num_layers}"
-        yield Problem("pipeline_parallel", message, remedy, expected=f"1 to {config.num_layers}", found=str(stages))
+    reason = pipeline_parallel_problem(config, stages)
+    if reason is not None:
+        most = max_pipeline_parallel_size(config)
+        message, expected = f"pp {stages} does not work: {reason}", f"1 to {most}" if most > 1 else "1"
+        yield Problem("pipeline_parallel", message, f"use a pp of {expected}", expected=expected, found=str(stages))
 
 
 def _needs(
@@ -188,7 +200,9 @@ def _needs(
     """What each rank needs; nothing where some rank's part is not there whole, which is a problem then."""
     try:
         return tuple(
-            rank_needs(checkpoint, place, dtype, sum(adapter_bytes(adapter, place) for adapter in adapters))
+            rank_needs(
+                checkpoint, place, dtype, sum(adapter_bytes(adapter, place) for adapter in adapters), wish.rounding
+            )
             for place in wish.places()
         )
     except CheckpointError as error:
@@ -254,6 +268,11 @@ def _warnings(checkpoint: Checkpoint, wish: Wish, dtype: str, text: TextSide) ->
     size, stages = wish.tensor_parallel_size, wish.pipeline_parallel_size
     if not text.has_chat_template:
         yield "there is no chat template: prompts can be continued, chats cannot be answered"
+    if config.other is not None:
+        yield (
+            f"{config.architecture} is none of our own models: a worker runs transformers' definition of it, slower, "
+            "if transformers knows it and it follows its attention interface; sizes are what its config.json says"
+        )
     if not config.eos_token_ids:
         yield "no end token is named: a sequence ends by length or stop string only"
     if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:

@@ -9,6 +9,7 @@ from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError
 from loader.hf_config import DTYPES
 from loader.inspection import Wish, inspect_checkpoint
+from loader.quantised.roundings import ROUNDINGS
 from loader.sources.resolve import resolve
 from stepwire.cli.check_output import print_inspection, print_inspection_json, print_refusal
 from stepwire.cli.errors import EXIT_FAILURE
@@ -36,6 +37,9 @@ def _size(text: str) -> int:
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks.")
 @click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages.")
 @click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", help="Type to hold it in.")
+@click.option(
+    "--quantize", type=click.Choice(["none", *ROUNDINGS]), default="none", help="Round weights to it as they are read."
+)
 @click.option("--max-model-len", type=click.IntRange(1), help="Longest context; by default the model's own.")
 @click.option(
     "--memory", type=_size, metavar="SIZE", help="What each rank may use for weights and KV blocks, such as 80GiB."
@@ -62,6 +66,7 @@ def check(checkpoint: str, *, as_json: bool, **options: Any) -> int:
         block_size=options["block_size"],
         adapters=tuple(Path(path) for path in options["adapter"]),
         max_adapter_rank=options["max_adapter_rank"],
+        rounding=None if options["quantize"] == "none" else options["quantize"],
     )
     try:
         with resolve(checkpoint, report=_say) as found:

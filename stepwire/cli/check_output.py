@@ -52,6 +52,7 @@ def print_inspection_json(
         "stored_dtypes": dict(found.stored_dtypes),
         "dtype": found.dtype,
         "quantisation": None if config.quantisation is None else config.quantisation.method,
+        "quantize": wish.rounding,
         "tied_embeddings": config.tie_word_embeddings,
         "tokenizer": found.has_tokenizer,
         "chat_template": found.has_chat_template,
@@ -150,7 +151,8 @@ def _facts(checkpoint: Checkpoint, found: Inspection) -> Iterator[tuple[str, str
     count = "1 file" if found.num_files == 1 else f"{found.num_files} files"
     yield "stored as", f"{checkpoint.format}, {count}, {found.num_tensors:,} tensors, complete and well shaped"
     stored = ", ".join(f"{dtype} {human_bytes(size)}" for dtype, size in found.stored_dtypes.items())
-    yield "types", f"{stored}; held as {found.dtype}"
+    rounded = f", rounded to {wish.rounding}" if wish.rounding else ""
+    yield "types", f"{stored}; held as {found.dtype}{rounded}"
     if config.quantisation is not None:
         yield "quantised", f"{len(config.quantisation.schemes)} products, by {config.quantisation.method}"
     yield "embedding", "shared with the head" if config.tie_word_embeddings else "not shared with the head"

@@ -83,6 +83,15 @@ def test_a_quantised_checkpoint_is_described_as_what_it_becomes(
     assert "14 products, by awq" in " ".join(capsys.readouterr().out.split())
 
 
+def test_rounding_as_it_is_read_is_counted(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    sizes = [
+        answer(capsys, 0, model, "--quantize", kind)["ranks"][0]["weight_bytes"] for kind in ("none", "int8", "int4")
+    ]
+    assert sizes[0] > sizes[1] > sizes[2]
+    assert run(["check", str(model), "--quantize", "int4"]) == 0
+    assert "held as bfloat16, rounded to int4" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_quantised_checkpoint_without_a_scale_is_not_usable(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -135,6 +144,7 @@ def test_an_adapter_that_does_not_fit_exits_with_1(
         (("--memory", "0"), "80GiB"),
         (("--memory", "9" * 400), "80GiB"),
         (("--dtype", "int3"), "bfloat16"),
+        (("--quantize", "int3"), "int4"),
         (("--block-size", "257"), "--block-size"),
         (("--max-model-len", "0"), "--max-model-len"),
     ],
