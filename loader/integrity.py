@@ -23,7 +23,7 @@ from loader.files import open_regular, read_json_object
 from loader.known_hashes import KnownHashes
 from loader.sources.cache import default_directory
 from loader.sources.lock import Waiting, acquire
-from loader.tensors import TensorInfo
+from loader.tensors import files_of
 
 _READ_BYTES = 4 << 20
 _MAX_THREADS = 8
@@ -85,16 +85,9 @@ def verify_files(
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
     """The files of weights, and the small ones that are there, in order."""
-    weights = {part.file for info in checkpoint.tensors.values() for part in _parts(info)}
+    weights = set(files_of(checkpoint.tensors.values()))
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     return sorted(weights | {folder / name for name in _SMALL_NAMES if (folder / name).is_file()})
-
-
-def _parts(info: TensorInfo) -> Iterator[TensorInfo]:
-    if not info.pieces:
-        yield info
-    for piece in info.pieces:
-        yield from _parts(piece.info)
 
 
 def _verify_all(

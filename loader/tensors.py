@@ -1,5 +1,6 @@
 """Where tensors lie, and which part of one a rank wants. Imports no torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,3 +65,9 @@ class WeightSlice:
         if self.dim is None:
             return self.shape
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+
+def files_of(tensors: Iterable[TensorInfo]) -> list[Path]:
+    """All files that hold some of the tensors, in order."""
+    stored = (part for tensor in tensors for part in ([piece.info for piece in tensor.pieces] or [tensor]))
+    return sorted({part.file for part in stored})

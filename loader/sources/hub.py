@@ -64,9 +64,8 @@ def hub_model(wanted: HubId) -> tuple[RemoteModel, str]:
 
     Raises CheckpointError: "unavailable" without a network, "not_found" for what the Hub does not have, or not show.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-    from huggingface_hub.utils._headers import build_hf_headers
 
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     try:
@@ -88,7 +87,8 @@ def hub_model(wanted: HubId) -> tuple[RemoteModel, str]:
     commit = info.sha or ""
     if not _COMMIT.fullmatch(commit):
         raise CheckpointError("invalid", f"the Hub names no commit of {wanted}", "check HF_ENDPOINT")
-    headers = {k: v for k, v in build_hf_headers().items() if isinstance(v, str)}
+    token = get_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     reader = HttpReader(f"{endpoint}/{wanted.repo}/resolve/{quote(commit)}", headers)
     found = {}
     for sibling in info.siblings or []:

@@ -11,6 +11,7 @@ from typing import Any
 
 from loader.checkpoint import Checkpoint
 from loader.shares import RankPlace
+from loader.tensors import files_of
 
 _MAX_TEXT = 512
 
@@ -66,7 +67,7 @@ def content_of(checkpoint: Checkpoint) -> str:
     Raises OSError for a file that is gone.
     """
     digest = hashlib.sha256(checkpoint.fingerprint.encode())
-    for path in sorted({tensor.file for tensor in checkpoint.tensors.values()}):
+    for path in files_of(checkpoint.tensors.values()):
         status = path.stat()
         parts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         digest.update(os.fsencode(path.name) + b"\0" + repr(parts).encode())

@@ -1,5 +1,6 @@
 """`stepwire slice`."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,3 +32,8 @@ def test_what_cannot_be_is_one_error(tmp_path: Path, model: Path, run_command: C
     assert done.exit_code == 1
     assert done.stderr.startswith("Error: tp 3 does not work")
     assert not (tmp_path / "out").exists()
+
+
+def test_check_counts_the_file_of_every_rank(tmp_path: Path, model: Path, run_command: Callable[..., Any]) -> None:
+    run_command("slice", str(model), str(tmp_path / "out"), "--tp", "2")
+    assert json.loads(run_command("check", "--json", str(tmp_path / "out")).stdout)["files"] == 2
