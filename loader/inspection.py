@@ -21,7 +21,6 @@ from loader.needs import RankNeeds, num_parameters, rank_needs
 from loader.quantised.roundings import ROUNDINGS, Rounding
 from loader.shares import RankPlace
 from loader.tensors import files_of
-from loader.tensors import files_of
 from loader.text_side import TextSide, look_at_text_side
 
 
