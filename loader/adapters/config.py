@@ -14,6 +14,7 @@ ALL_LINEAR = "all-linear"
 _RANK_BOUNDS = (1, 1 << 16)
 _ALPHA_BOUNDS = (-1e6, 1e6)
 _MOST_ENTRIES = 1 << 14
+_MOST_SAVED = 256
 _MOST_TEXT = 10_000
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 _SET_UP_OF_THE_BASE = ("pissa", "corda", "olora", "lora_ga", "loftq")
@@ -106,7 +107,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
         layers_pattern=_layers_pattern(values),
         rank_pattern={key: rule.integer(key, _RANK_BOUNDS) for key, rule in _pattern(values, "rank_pattern")},
         alpha_pattern={key: rule.number(key, _ALPHA_BOUNDS) for key, rule in _pattern(values, "alpha_pattern")},
-        modules_to_save=_names(values, "modules_to_save"),
+        modules_to_save=_names(values, "modules_to_save", _MOST_SAVED),
         has_trained_biases=_has_trained_biases(values),
         ties_weights=values.boolean("ensure_weight_tying", default=False),
         content=content,
@@ -161,12 +162,12 @@ def _names_or_expression(values: Fields, name: str) -> tuple[str, ...] | str:
     return _names(values, name)
 
 
-def _names(values: Fields, name: str) -> tuple[str, ...]:
+def _names(values: Fields, name: str, most: int = _MOST_ENTRIES) -> tuple[str, ...]:
     value = values.values.get(name)
     if value is None:
         return ()
-    if not isinstance(value, list) or len(value) > _MOST_ENTRIES:
-        raise values.error(name, f"is {value!r}", f"a list of at most {_MOST_ENTRIES} names", type(value).__name__)
+    if not isinstance(value, list) or len(value) > most:
+        raise values.error(name, f"is {value!r}", f"a list of at most {most} names", type(value).__name__)
     for entry in value:
         if not isinstance(entry, str) or not _PLAIN_NAME.fullmatch(entry):
             raise values.error(name, f"holds {entry!r}", "names of modules", repr(entry))

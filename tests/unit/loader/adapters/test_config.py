@@ -115,6 +115,7 @@ def test_another_kind_of_adapter_is_refused(tmp_path: Path) -> None:
         ({"rank_pattern": [4]}, "rank_pattern is"),
         ({"alpha_pattern": {"q_proj": "x"}}, "q_proj is 'x'"),
         ({"modules_to_save": "lm_head"}, "modules_to_save is"),
+        ({"modules_to_save": ["x"] * 257}, "modules_to_save is"),
         ({"bias": "some"}, "bias is 'some'"),
         ({"init_lora_weights": 3}, "init_lora_weights is 3"),
     ],
