@@ -23,7 +23,13 @@ from loader.files import MAX_JSON_BYTES
 from loader.formats.presliced import FORMAT_NAME, VERSION, rank_file_name
 from loader.formats.safetensors import refuse_foreign_types
 from loader.known_hashes import MANIFEST_NAME
-from loader.layout import tensor_parallel_problem, tensor_parallel_sizes, weight_slices
+from loader.layout import (
+    max_pipeline_parallel_size,
+    pipeline_parallel_problem,
+    tensor_parallel_problem,
+    tensor_parallel_sizes,
+    weight_slices,
+)
 from loader.shares import RankPlace
 from loader.sources.remote import INDEX_SUFFIX, SMALL_NAMES
 from loader.tensors import WeightSlice
@@ -118,9 +124,16 @@ def _check(checkpoint: Checkpoint, folder: Path, split: Split) -> None:
     if problem is not None:
         sizes = ", ".join(map(str, tensor_parallel_sizes(config)))
         raise CheckpointError("unsupported", f"tp {size} does not work: {problem}", f"use one of tp {sizes}")
-    if stages > config.num_layers:
-        text = f"pp {stages} does not work: the model has {config.num_layers} layers"
-        raise CheckpointError("unsupported", text, f"use a pp of 1 to {config.num_layers}")
+    problem = pipeline_parallel_problem(config, stages)
+    if problem is not None:
+        most = max_pipeline_parallel_size(config)
+        raise CheckpointError("unsupported", f"pp {stages} does not work: {problem}", f"use a pp of 1 to {most}")
+    if config.other is not None:
+        text = f"{config.architecture} is none of our own models, and cannot be sliced"
+        raise CheckpointError("unsupported", text, "load the checkpoint as it is", file=checkpoint.path)
+    if config.quantisation is not None:
+        text = f"{checkpoint.path} has quantised weights, which cannot be sliced ahead"
+        raise CheckpointError("unsupported", text, "load it as it is: a worker slices them", file=checkpoint.path)
     if checkpoint.format == "gguf":
         text = f"{checkpoint.path} is a GGUF, which keeps config and tokenizer in a form of its own"
         raise CheckpointError("unsupported", text, "slice the model's safetensors form", file=checkpoint.path)

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from loader.byte_runs import rank_byte_runs
 from loader.checkpoint import Checkpoint, open_checkpoint
+from loader.config import OtherModel
 from loader.errors import CheckpointError, LoadCancelled
 from loader.formats import slicing
 from loader.formats.slicing import Split, slice_checkpoint
@@ -21,6 +23,7 @@ from loader.shares import RankPlace
 from tests.support.slow_reader import read_slowly
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from tests.support.tiny_gguf import make_tiny_gguf
+from tests.support.tiny_quantised_models import fp8_tensor, make_tiny_quantised
 
 SPLITS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 3), (4, 3)]
 
@@ -153,6 +156,18 @@ def test_a_split_that_cannot_be(tmp_path: Path, source: Checkpoint, split: Split
 def test_a_gguf_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="safetensors form"):
         sliced(open_checkpoint(make_tiny_gguf(tmp_path / "m.gguf")), tmp_path / "out")
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    source = open_checkpoint(make_tiny_quantised(tmp_path / "m", fp8_tensor()))
+    with pytest.raises(CheckpointError, match="has quantised weights"):
+        sliced(source, tmp_path / "out", 1)
+
+
+def test_models_that_are_none_of_ours_are_refused(tmp_path: Path, source: Checkpoint) -> None:
+    other = replace(source, config=replace(source.config, other=OtherModel({}, {})))
+    with pytest.raises(CheckpointError, match="none of our own models"):
+        sliced(other, tmp_path / "out", 1)
 
 
 # --- reading
