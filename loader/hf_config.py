@@ -45,7 +45,6 @@ def read_hf_config(folder: Path, stored_dtype: str, content: Mapping[str, Any] |
     num_heads = values.integer("num_attention_heads", fields.HEAD_BOUNDS)
     vocab_size = values.integer("vocab_size", fields.VOCAB_BOUNDS)
     num_layers = values.integer("num_hidden_layers", fields.LAYER_BOUNDS)
-    sliding_layers = _sliding_layers(values, family, num_layers)
     size = head_dim(values, "head_dim", hidden_size, num_heads, family.head_dim)
     rotary_dim = read_rotary_dim(values, family, size)
     rope, local_rope = read_ropes(values, family, rotary_dim)
@@ -72,10 +71,6 @@ def read_hf_config(folder: Path, stored_dtype: str, content: Mapping[str, Any] |
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
         qk_norm=family.qk_norm,
-        sliding_window=(
-            values.integer("sliding_window", fields.POSITION_BOUNDS, family.sliding_window) if sliding_layers else None
-        ),
-        sliding_layers=sliding_layers,
         local_rope=local_rope,
         rotary_dim=None if rotary_dim == size else rotary_dim,
         experts=_experts(values, family, num_layers),
@@ -158,8 +153,13 @@ def _hidden_act(values: Fields, family: Family) -> str:
 
 def _with_details(config: ModelConfig, values: Fields, family: Family) -> ModelConfig:
     """The config with what only some families have."""
+    layers = _sliding_layers(values, family, config.num_layers)
     return replace(
         config,
+        sliding_window=values.integer("sliding_window", fields.POSITION_BOUNDS, family.sliding_window)
+        if layers
+        else None,
+        sliding_layers=layers,
         norms=family.norms,
         norm_offset=family.norm_offset,
         qk_norm_whole=family.qk_norm_whole,

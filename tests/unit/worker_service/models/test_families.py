@@ -16,9 +16,12 @@ from tests.support.tiny_gguf_families import FAMILY_CONFIGS, make_family_gguf
 from tests.support.tiny_runner import load_tiny, make_runner
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5] * 3, "long_factor": [2.0, 9.0] * 3}
+WINDOWED, SLIDING = {"use_sliding_window": True, "sliding_window": 20}, "sliding_attention"
 CONFIGS: dict[str, dict[str, Any]] = {
     **{family: dict(overrides) for family, overrides in TINY_FAMILIES.items()},
     "mistral-window": {**TINY_FAMILIES["mistral"], "sliding_window": 8},
+    "qwen2-window": {**TINY_FAMILIES["qwen2"], **WINDOWED, "max_window_layers": 1},
+    "qwen3-window": {**TINY_FAMILIES["qwen3"], **WINDOWED, "layer_types": [SLIDING, "full_attention", SLIDING]},
     "gemma2-alone": {**TINY_FAMILIES["gemma2"], "final_logit_softcapping": None, "tie_word_embeddings": False},
     "phi3-longrope": {**TINY_FAMILIES["phi3"], "rope_scaling": LONGROPE, "original_max_position_embeddings": 256},
     "phi3-window": {**TINY_FAMILIES["phi3"], "partial_rotary_factor": None, "sliding_window": 9},
@@ -60,7 +63,7 @@ def test_a_gguf_says_the_same(tmp_path: Path, family: str) -> None:
 def test_what_transformers_saves_is_what_is_expected(tmp_path: Path, name: str) -> None:
     """Its config.json of today too, which names much that older ones leave unsaid, and differently."""
     old, new = tmp_path / "old", tmp_path / "new"
-    make_tiny_llama(old, config_overrides=CONFIGS[name])
+    make_tiny_llama(old, num_layers=3, config_overrides=CONFIGS[name])
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(old), dtype=torch.float32)
     theirs.save_pretrained(new)
