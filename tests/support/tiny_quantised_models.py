@@ -33,8 +33,8 @@ class Format:
     shape: Shape = field(default_factory=lambda: Shape(0, 0))
 
 
-def gptq(bits: int = 4, *, version: int = 1, **shape: Any) -> Format:
-    """GPTQ; `shape` is what `Shape` takes."""
+def gptq(bits: int = 4, *, version: int = 1, lm_head: bool = False, **shape: Any) -> Format:
+    """GPTQ, maybe of the output layer too; `shape` is what `Shape` takes."""
     drawn = Shape(0, 0, bits, **{"balanced": True, **shape})
     config = {
         "quant_method": "gptq",
@@ -43,6 +43,7 @@ def gptq(bits: int = 4, *, version: int = 1, **shape: Any) -> Format:
         "sym": drawn.symmetric,
         "desc_act": drawn.act_order,
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "lm_head": lm_head,
     }
     return Format(config, lambda rng, sizes: gptq_weight(rng, sizes, version=version), drawn)
 
@@ -127,8 +128,10 @@ def float_quantized(strategy: str = "channel", inputs: Mapping[str, Any] | None 
 def make_tiny_quantised(folder: Path, form: Format, *, dense: Path | None = None, **llama: Any) -> Path:
     """A tiny Llama in `folder` whose projections are drawn in the format; returns `folder`.
 
-    `dense` gets the same model unquantised, in float32. `llama` is what `make_tiny_llama` takes.
+    The output layer is too where the format's config says so. `dense` gets the same model unquantised, in float32.
+    `llama` is what `make_tiny_llama` takes.
     """
+    suffixes = ("_proj.weight", "lm_head.weight") if form.config.get("lm_head") else ("_proj.weight",)
     make_tiny_llama(folder, **llama)
     if dense is not None:
         make_tiny_llama(dense, **llama)
@@ -137,7 +140,7 @@ def make_tiny_quantised(folder: Path, form: Format, *, dense: Path | None = None
     plain: dict[str, Tensor] = {}
     for name, array in load_file(folder / "model.safetensors").items():
         quantised[name] = plain[name] = Tensor("F32", array)
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(suffixes):
             continue
         rows, columns = array.shape
         weight = form.draw(rng, replace(form.shape, num_outputs=rows, num_inputs=columns))

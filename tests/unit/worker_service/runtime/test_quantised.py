@@ -15,12 +15,13 @@ from tests.support.tiny_quantised_models import (
     awq,
     float_quantized,
     fp8_blocks,
+    fp8_tensor,
     gptq,
     int8,
     make_tiny_quantised,
     pack_quantized,
 )
-from tests.support.tiny_runner import Driver, load_tiny, make_runner, one_thread
+from tests.support.tiny_runner import Driven, Driver, load_tiny, make_runner, one_thread
 from worker_service.runtime.engine import TorchEngine
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.kv_cache import CacheShape, KvCache
@@ -28,6 +29,7 @@ from worker_service.runtime.loading import LoadJob, LoadPhases, load_into
 from worker_service.runtime.report import LoadSummary
 from worker_service.runtime.restart_store import RestartStore
 from worker_service.runtime.runner import ModelRunner
+from worker_service.runtime.step import Sampling
 from worker_service.runtime.worker import WorkerRuntime
 
 PROMPTS = ([5, 9, 200, 31], [7] * 11, [300, 4, 18, 77, 120, 66])
@@ -42,6 +44,7 @@ WEIGHT_ONLY = {
     "gptq_v2": gptq(version=2, symmetric=False),
     "gptq_ordered": gptq(act_order=True),
     "gptq_one_group": gptq(group_size=-1),
+    "gptq_with_its_output_layer": gptq(lm_head=True),
     "awq": awq(),
     "packed": pack_quantized(),
     "packed_8_bit": pack_quantized(8, -1),
@@ -64,13 +67,17 @@ class Settings:
     local_ranks: int = 1
 
 
-def greedy(folder: Path) -> list[list[int]]:
+def generated(folder: Path, sampling: Sampling | None = None) -> list[Driven]:
     with one_thread():
         runner, cache = make_runner(load_tiny(folder))
         driver = Driver(runner, cache)
-        driven = [driver.add(number, prompt) for number, prompt in enumerate(PROMPTS, 1)]
+        driven = [driver.add(number, prompt, sampling) for number, prompt in enumerate(PROMPTS, 1)]
         driver.run(12)
-    return [sequence.output for sequence in driven]
+    return driven
+
+
+def greedy(folder: Path) -> list[list[int]]:
+    return [sequence.output for sequence in generated(folder)]
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
@@ -82,9 +89,26 @@ def test_generates_what_the_unquantised_model_does(tmp_path: Path, name: str) ->
     assert len({token for output in tokens for token in output}) > 3
 
 
-def test_fp8_blocks_load(tmp_path: Path) -> None:
-    form: Format = fp8_blocks()
-    assert greedy(make_tiny_quantised(tmp_path, form))
+# The formats that round inputs too: their products differ from those of the weights, a little.
+BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+ROUNDED_INPUTS = {
+    "w8a8": int8(BY_TOKEN),
+    "fp8_blocks": fp8_blocks(),
+    "fp8_tensor": fp8_tensor(),
+    "fp8_static": fp8_tensor(input_scale=1 / 16),
+    "fp8_by_token": float_quantized("channel", {**BY_TOKEN, "type": "float"}),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED_INPUTS)
+def test_rounding_inputs_changes_probabilities_a_little(tmp_path: Path, name: str) -> None:
+    dense = tmp_path / "dense"
+    folder = make_tiny_quantised(tmp_path / "quantised", ROUNDED_INPUTS[name], dense=dense)
+    first, second = (
+        [sequence.logprobs[0].logprob for sequence in generated(path, Sampling(logprobs=1))] for path in (folder, dense)
+    )
+    differences = [abs(a - b) for a, b in zip(first, second, strict=True)]
+    assert 1e-5 < max(differences) < 0.3
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
