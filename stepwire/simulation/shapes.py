@@ -14,6 +14,7 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 def shape_of_config(config: ModelConfig, dtype: str = "auto") -> ModelShape:
     """The shape of a decoder whose weights and KV cache are held in `dtype`, "auto" for the checkpoint's own.
 
+    Of a mixture of experts those parameters count that a token goes through; a step is taken to read all weights.
     Raises ValueError for a dtype that is not known.
     """
     chosen = config.dtype if dtype == "auto" else dtype
@@ -23,7 +24,12 @@ def shape_of_config(config: ModelConfig, dtype: str = "auto") -> ModelShape:
     attention = config.hidden_size * (2 * query + 2 * kv)
     mlp = 3 * config.hidden_size * config.intermediate_size
     norms = 2 * config.hidden_size
-    layers = config.num_layers * (attention + mlp + norms)
+    layers = held = config.num_layers * (attention + mlp + norms)
+    if config.experts is not None:
+        experts, mixed = config.experts, len(config.experts.layers)
+        expert, router = 3 * config.hidden_size * experts.intermediate_size, config.hidden_size * experts.num_experts
+        layers += mixed * (experts.num_chosen * expert + router - mlp)
+        held += mixed * (experts.num_experts * expert + router - mlp)
     head = config.hidden_size * config.vocab_size
     size = _DTYPE_BYTES[chosen]
     return ModelShape(
@@ -35,7 +41,7 @@ def shape_of_config(config: ModelConfig, dtype: str = "auto") -> ModelShape:
         vocab_size=config.vocab_size,
         layer_parameters=layers,
         head_parameters=head,
-        weight_bytes=(layers + head) * size,
+        weight_bytes=(held + head) * size,
         kv_bytes_per_token=2 * config.num_layers * kv * size,
     )
 

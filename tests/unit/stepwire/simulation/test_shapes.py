@@ -5,7 +5,7 @@ import pytest
 from loader.checkpoint import open_checkpoint
 from loader.errors import CheckpointError
 from stepwire.simulation.shapes import SHAPES, find_shape, shape_of_checkpoint, shape_of_config
-from tests.support.tiny_checkpoint import make_tiny_llama
+from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 
 
 def test_the_parameters_of_known_models_are_those_that_their_makers_say() -> None:
@@ -36,6 +36,19 @@ def test_a_checkpoints_shape_counts_the_tensors_it_has(tmp_path: Path) -> None:
     config = checkpoint.config
     assert shape.kv_bytes_per_token == 4 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
     assert find_shape(str(checkpoint.path), "float32") == shape
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_of_experts_a_token_goes_through_a_few(tmp_path: Path, family: str) -> None:
+    checkpoint = open_checkpoint(make_tiny_llama(tmp_path, config_overrides=TINY_FAMILIES[family]))
+    shape, experts = shape_of_checkpoint(checkpoint, "float32"), checkpoint.config.experts
+    assert experts is not None
+    sizes = {name: info.num_bytes // 4 for name, info in checkpoint.tensors.items() if name.startswith("model.layers.")}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    of_head_norms = sum(size for name, size in sizes.items() if name.endswith(("q_norm.weight", "k_norm.weight")))
+    rest = sum(sizes.values()) - of_experts - of_head_norms
+    assert shape.layer_parameters == rest + of_experts * experts.num_chosen // experts.num_experts
+    assert shape.weight_bytes == 4 * (rest + of_experts + shape.head_parameters)
 
 
 def test_unknown_models_and_types_are_refused(tmp_path: Path) -> None:
