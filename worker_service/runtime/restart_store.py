@@ -47,11 +47,13 @@ class RestartStore:
 
     @classmethod
     def of_settings(cls, restart_store: str, restart_store_bytes: int | None) -> "RestartStore | None":
-        """The store that the settings of these names ask for; None for "off"."""
+        """The store that the settings of these names ask for; None for "off", and for "auto" where there is no
+        tmpfs."""
         if restart_store == "off":
             return None
         if restart_store == "auto":
-            return cls(default_folder(), restart_store_bytes, is_set=False)
+            path = default_folder()
+            return cls(path, restart_store_bytes, is_set=False) if path.parent.is_dir() else None
         return cls(Path(restart_store).expanduser(), restart_store_bytes, is_set=True)
 
     def suits(self, device: torch.device, *, is_copied: bool) -> bool:
@@ -61,14 +63,14 @@ class RestartStore:
 
     def is_usable(self) -> bool:
         """Whether its folder can be used; if not, the log says why."""
-        with _warns("open"), self._folder():
+        with self._warns("open"), self._folder():
             return True
         return False
 
     def look_up(self, key: EntryKey, progress: Callable[[int], None]) -> Tensors | None:
         """The weights of a key, mapped and verified; None when they are not there, or not sound. What `progress`
         raises ends it."""
-        with _warns("look_up"), self._folder() as folder:
+        with self._warns("look_up"), self._folder() as folder:
             entry = map_entry(folder, key.name, num_threads=torch.get_num_threads(), progress=progress)
             if entry is not None:
                 self._name = key.name
@@ -80,7 +82,7 @@ class RestartStore:
     ) -> bool:
         """Writes weights; False when that did not work. With `takes` they are taken out of `tensors` as they are
         written, also by a write that fails later. What `progress` raises ends it."""
-        with _warns("keep"), self._folder() as folder:
+        with self._warns("keep"), self._folder() as folder:
             limits = Limits(self._limit_bytes, _free_memory)
             num_bytes = write_entry(folder, key, tensors, model=model, limits=limits, progress=progress, takes=takes)
             self._name = key.name
@@ -94,11 +96,23 @@ class RestartStore:
             return
         # Tensors in cycles would still have it mapped.
         gc.collect()
-        with suppress(EntryInUse, FileNotFoundError), _warns("forget"), self._folder() as folder:
+        with suppress(EntryInUse, FileNotFoundError), self._warns("forget"), self._folder() as folder:
             folder.evict(self._name)
 
     def _folder(self) -> StoreFolder:
         return StoreFolder(self._path, create=True)
+
+    @contextmanager
+    def _warns(self, what: str) -> Iterator[None]:
+        """Turns what can be wrong with the store into one line of the log."""
+        try:
+            yield
+        except StoreFull as error:
+            # Nobody asked for more than what there happens to be room for, unless the folder was set.
+            say = _log.warning if self._is_set else _log.info
+            say("weights_not_kept", reason=str(error))
+        except (StoreRefused, StoreBusy, EntryDamaged, OSError, ValueError) as error:
+            _log.warning("restart_store_unusable", during=what, reason=str(error))
 
 
 def entry_key(
@@ -128,14 +142,3 @@ def code_version() -> str:
 def _free_memory() -> int:
     memory = host_memory()
     return memory.free_bytes - int(_RESERVE_FRACTION * memory.total_bytes)
-
-
-@contextmanager
-def _warns(what: str) -> Iterator[None]:
-    """Turns what can be wrong with the store into one line of the log."""
-    try:
-        yield
-    except StoreFull as error:
-        _log.warning("weights_not_kept", reason=str(error))
-    except (StoreRefused, StoreBusy, EntryDamaged, OSError, ValueError) as error:
-        _log.warning("restart_store_unusable", during=what, reason=str(error))
