@@ -11,6 +11,9 @@ MAX_PATH_LEN = 4096
 class ModelRoots:
     """The folders that models may be loaded from; none means anywhere.
 
+    A worker loads from paths of its own machine alone. Hub ids and URLs are for the commands that start a scheduler:
+    they bring the model here and name its path, so a worker needs no network, and stays within its roots.
+
     Symbolic links are followed before a path is compared, in the path and in a checkpoint folder's
     own entries, so a link does not lead out of the roots.
     """
@@ -21,11 +24,14 @@ class ModelRoots:
     def resolve(self, model_path: str) -> Path:
         """The path as it may be opened. Reads folder entries, so not for the event loop.
 
-        Raises StepwireError FIELD_INVALID for one that is no path or leads out of the roots. Whether
-        something exists outside of them does not show in the answer.
+        Raises StepwireError FIELD_INVALID for a URL, for one that is no path, and for one that leads out of the roots.
+        Whether something exists outside of them does not show in the answer.
         """
         if not model_path or len(model_path) > MAX_PATH_LEN or "\0" in model_path:
             raise _refused(f"must be a path of 1..{MAX_PATH_LEN} characters", {})
+        if "://" in model_path:
+            remedy = "name it to the scheduler, which brings it to a path that this worker can read"
+            raise _refused(f"a URL is no path of this machine; {remedy}", {"remedy": remedy})
         path = Path(model_path).expanduser()
         if not self._roots:
             return path
