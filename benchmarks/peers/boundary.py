@@ -11,6 +11,7 @@ from pathlib import Path
 from opentelemetry.trace import NoOpTracer
 
 from benchmarks.peers.drain import Sizes, request
+from benchmarks.peers.event_loop import runner
 from benchmarks.peers.rates import Answer
 from loader.checkpoint import open_checkpoint
 from scheduler_service.core.plan import StepResult, TokenEvent
@@ -37,7 +38,7 @@ class Boundary:
             self._process = subprocess.Popen([*command, "--log-level=warning"], stdout=log, stderr=log)
         self._scheduler = Scheduler(sizes.scheduler_config, time.monotonic)
         self._results: deque[StepResult] = deque()
-        self._runner = asyncio.Runner()
+        self._runner = runner()
         try:
             self._stream = self._runner.run(self._start(f"127.0.0.1:{port}", wanted(model, sizes)))
         except BaseException:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.peers.event_loop import runner
 from benchmarks.peers.rates import Answer
 from stepwire.client import AsyncClient, Output
 from stepwire.rpc.errors import StepwireError
@@ -33,7 +34,7 @@ class StepwireServer:
                 stderr=log,
                 start_new_session=True,
             )
-        self._runner = asyncio.Runner()
+        self._runner = runner()
         self._client = self._runner.run(_client(self.target))
 
     def wait_ready(self) -> None:
