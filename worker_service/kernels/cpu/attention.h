@@ -33,13 +33,27 @@ inline int first_seen(const AttentionRule& rule, const Span& span) {
   return rule.window > 0 && span.position >= rule.window ? span.position - rule.window + 1 : 0;
 }
 
-// Where a thread will read next, to ask for it meanwhile: blocks lie scattered, which no processor foresees.
+// Vectors [first, last) of a group of positions: four of keys, and the rows of values that belong to them.
 template <class T>
-struct Upcoming {
-  const HeadCache<T>& cache;
-  int group, end;
-  // Of its vector v of positions, or, where that has none, of one that is harmless to read.
-  int place(int v) const { return group + v * kLanes < end ? group + v * kLanes : group; }
+struct Group {
+  const T *keys[4], *values[4];
+  int first, last;
+  int steps_of_last;  // of values; what follows in the last vector was never written
+
+  // Of positions [begin, end) those of the group that starts at `start`. A vector that holds none of
+  // them stands for another that does: reading it is harmless, and its scores are masked.
+  Group(const HeadCache<T>& cache, int start, int begin, int end) {
+    constexpr int depth = Product<T>::depth;
+    const int seen = std::min(end - start, kGroup);
+    first = begin > start ? (begin - start) / kLanes : 0;
+    last = (seen + kLanes - 1) / kLanes;
+    steps_of_last = (seen - (last - 1) * kLanes + depth - 1) / depth;
+    for (int v = 0; v < 4; ++v) {
+      const int position = start + (v >= first && v < last ? v : first) * kLanes;
+      keys[v] = cache.keys(position);
+      values[v] = cache.values(position);
+    }
+  }
 };
 
 // What one thread needs to attend; allocated once.
@@ -101,11 +115,32 @@ __attribute__((noinline)) void update_row(const float* scores, int low, int high
   }
 }
 
-// out [rows, head_dim] += weights [rows, kGroup] * values of vectors [first, last) of the group; of the
-// last one only `steps_of_last` steps, since what follows was never written.
+// scores [rows, kGroup] = queries [rows, head_dim] * keys, while the next group's keys are asked for.
+template <class T>
+void score_group(const HeadCache<T>& cache, const Group<T>& group, const Group<T>& next, const T* queries,
+                 int num_rows, float* scores) {
+  for_tiles<kScoreRows>(num_rows, [&](int offset, auto height) {
+    constexpr int R = height;
+    Tile<T, R, 4> tile;
+    tile.clear();
+    tile.add(queries + (ptrdiff_t)offset * cache.head_dim, cache.head_dim, group.keys, cache.key_stride(),
+             cache.head_dim / Product<T>::depth, [&](int s) {
+               if (offset > 0) return;
+#pragma GCC unroll 4
+               for (int v = 0; v < 4; ++v) ask(next.keys[v] + s * cache.key_stride());
+             });
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) store(scores + (offset + r) * kGroup + v * kLanes, tile.sum[r][v]);
+  });
+}
+
+// out [rows, head_dim] += weights [rows, kGroup] * values, of V vectors from `dim` on; likewise.
 template <class T, int V>
-void add_values(const HeadCache<T>& cache, const Upcoming<T>& upcoming, int group, int first, int last, int steps_of_last, const T* weights,
+void add_values(const HeadCache<T>& cache, const Group<T>& group, const Group<T>& next, const T* weights,
                 int num_rows, int dim, float* out) {
+  constexpr int depth = Product<T>::depth;
   for_tiles<kScoreRows>(num_rows, [&](int offset, auto height) {
     constexpr int R = height;
     Tile<T, R, V> tile;
@@ -114,16 +149,14 @@ void add_values(const HeadCache<T>& cache, const Upcoming<T>& upcoming, int grou
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) tile.sum[r][v] = load(to + r * cache.head_dim + v * kLanes);
-    for (int i = first; i < last; ++i) {
-      const T* values = cache.values(group + i * kLanes) + dim * Product<T>::depth;
+    for (int i = group.first; i < group.last; ++i) {
       const T* vectors[V];
-      for (int v = 0; v < V; ++v) vectors[v] = values + v * kLanes * Product<T>::depth;
-      const int steps = i + 1 < last ? kLanes / Product<T>::depth : steps_of_last;
-      const T* next = upcoming.cache.values(upcoming.place(i)) + dim * Product<T>::depth;
+      for (int v = 0; v < V; ++v) vectors[v] = group.values[i] + (dim + v * kLanes) * depth;
+      const int steps = i + 1 < group.last ? kLanes / depth : group.steps_of_last;
       tile.add(weights + offset * kGroup + i * kLanes, kGroup, vectors, cache.value_stride(), steps, [&](int s) {
         if (offset > 0) return;
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) ask(next + s * cache.value_stride() + v * kLanes * Product<T>::depth);
+        for (int v = 0; v < V; ++v) ask(next.values[i] + s * cache.value_stride() + (dim + v * kLanes) * depth);
       });
     }
 #pragma GCC unroll 6
@@ -134,57 +167,32 @@ void add_values(const HeadCache<T>& cache, const Upcoming<T>& upcoming, int grou
 }
 
 // Attends with scratch.queries [span.count * heads of the group, head_dim], rows of a token adjacent,
-// and leaves the result in scratch.out, normalised.
+// and leaves the result in scratch.out, normalised. `after` is what this thread will read then: blocks
+// lie scattered, which no processor foresees, so memory is asked for them one group ahead.
 template <class T>
-void attend(const AttentionRule& rule, const Span& span, const HeadCache<T>& cache, const Upcoming<T>& after,
+void attend(const AttentionRule& rule, const Span& span, const HeadCache<T>& cache, const Group<T>& after,
             AttentionScratch<T>& scratch) {
-  constexpr int depth = Product<T>::depth;
   const int share = rule.num_heads / rule.num_kv_heads, rows = span.count * share, head_dim = rule.head_dim;
-  const int end = span.position + span.count;  // one past the last position seen
-  const int begin = first_seen(rule, span);
+  const int begin = first_seen(rule, span), end = span.position + span.count;
   std::fill_n(scratch.out.begin(), (size_t)rows * head_dim, 0.0f);
   std::fill_n(scratch.highest.begin(), rows, -1e30f);
   std::fill_n(scratch.total.begin(), rows, Floats{});
-  for (int group = begin / kGroup * kGroup; group < end; group += kGroup) {
-    const int first = begin > group ? (begin - group) / kLanes : 0;
-    const int seen = end - group < kGroup ? end - group : kGroup;
-    const int last = (seen + kLanes - 1) / kLanes;
-    const Upcoming<T> upcoming = group + kGroup < end ? Upcoming<T>{cache, group + kGroup, end} : after;
-    const T *keys[4], *next[4];
-    for (int v = 0; v < 4; ++v) {
-      // A vector that no row sees reads another's keys; its scores are masked.
-      keys[v] = cache.keys(group + (v >= first && v < last ? v : first) * kLanes);
-      next[v] = upcoming.cache.keys(upcoming.place(v));
-    }
-    for_tiles<kScoreRows>(rows, [&](int offset, auto height) {
-      constexpr int R = height;
-      Tile<T, R, 4> tile;
-      tile.clear();
-      tile.add(scratch.queries.data() + (ptrdiff_t)offset * head_dim, head_dim, keys, cache.key_stride(),
-               head_dim / depth, [&](int s) {
-                 if (offset > 0) return;
-#pragma GCC unroll 4
-                 for (int v = 0; v < 4; ++v) ask(next[v] + s * cache.key_stride());
-               });
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) store(&scratch.scores[(offset + r) * kGroup + v * kLanes], tile.sum[r][v]);
-    });
+  Group<T> group(cache, begin / kGroup * kGroup, begin, end);
+  for (int start = begin / kGroup * kGroup; start < end; start += kGroup) {
+    const Group<T> next = start + kGroup < end ? Group<T>(cache, start + kGroup, begin, end) : after;
+    score_group(cache, group, next, scratch.queries.data(), rows, scratch.scores.data());
     for (int row = 0; row < rows; ++row) {
       const int position = span.position + row / share;
-      const int low = rule.window > 0 ? position - rule.window + 1 - group : 0;
-      update_row(&scratch.scores[row * kGroup], low, position + 1 - group, rule, scratch.highest[row],
+      const int low = rule.window > 0 ? position - rule.window + 1 - start : 0;
+      update_row(&scratch.scores[row * kGroup], low, position + 1 - start, rule, scratch.highest[row],
                  scratch.total[row], &scratch.out[(size_t)row * head_dim], &scratch.weights[row * kGroup]);
     }
-    const int steps_of_last = (seen - (last - 1) * kLanes + depth - 1) / depth;
     int dim = 0;
     for (; dim + 4 * kLanes <= head_dim; dim += 4 * kLanes)
-      add_values<T, 4>(cache, upcoming, group, first, last, steps_of_last, scratch.weights.data(), rows, dim,
-                       scratch.out.data());
+      add_values<T, 4>(cache, group, next, scratch.weights.data(), rows, dim, scratch.out.data());
     for (; dim < head_dim; dim += kLanes)
-      add_values<T, 1>(cache, upcoming, group, first, last, steps_of_last, scratch.weights.data(), rows, dim,
-                       scratch.out.data());
+      add_values<T, 1>(cache, group, next, scratch.weights.data(), rows, dim, scratch.out.data());
+    group = next;
   }
   for (int row = 0; row < rows; ++row) {
     const float total = 1.0f / sum_lanes(scratch.total[row]);

@@ -38,6 +38,12 @@ struct HeadCache {
   T* values(int position) const { return block(position) + value_offset + (ptrdiff_t)(position % block_size) * head_dim; }
   ptrdiff_t value_stride() const { return (ptrdiff_t)head_dim * Product<T>::depth; }
 
+  // Asks for the lines that `write` will touch: a key goes to as many as it has pairs.
+  void ask_to_write(int position) const {
+    const T* key = block(position) + (position % block_size) * Product<T>::depth;
+    for (int d = 0; d < head_dim; d += Product<T>::depth) ask(key + d / Product<T>::depth * key_stride());
+  }
+
   // Stores one position's key and value [head_dim]. Positions of a block are written in order, by one
   // thread: the first of a pair zeroes its partner, so that what a former owner of the block left
   // there, which may be no number, is never multiplied.

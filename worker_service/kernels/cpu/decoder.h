@@ -7,6 +7,9 @@
 
 namespace stepwire {
 
+// Up to so many rows each thread normalises all of them for itself.
+constexpr int kOwnRows = 64;
+
 template <class T>
 class TypedDecoder final : public Decoder {
  public:
@@ -17,7 +20,7 @@ class TypedDecoder final : public Decoder {
         heads_per_group_(model.num_heads / model.num_kv_heads),
         num_qkv_((model.num_heads + 2 * model.num_kv_heads) * model.head_dim),
         num_attended_(model.num_heads * model.head_dim),
-        normed_(kChunk, model.hidden_size),
+        normed_(std::max(kChunk, kOwnRows * pool.size()), model.hidden_size),
         qkv_(kChunk, num_qkv_),
         attended_(kChunk, num_attended_),
         inner_(kChunk, model.inner_size),
@@ -39,7 +42,7 @@ class TypedDecoder final : public Decoder {
         for (const Chunk& chunk : chunks) {
           T* part = rows + (ptrdiff_t)chunk.first * model_.hidden_size;
           attention(pool, thread, batch, chunk, layer, part, nullptr);
-          mlp(pool, layer, chunk.count, part, nullptr);
+          mlp(pool, thread, layer, chunk.count, part, nullptr);
         }
       if (head) classify(pool, thread, rows, *head);
     });
@@ -57,11 +60,11 @@ class TypedDecoder final : public Decoder {
   }
 
   void mlp_half(int layer, int num_tokens, const void* hidden, void* partial) override {
-    pool_.run([&](Pool& pool, int) {
+    pool_.run([&](Pool& pool, int thread) {
       for (int first = 0; first < num_tokens; first += kChunk) {
         const ptrdiff_t offset = (ptrdiff_t)first * model_.hidden_size;
         T* rows = const_cast<T*>(static_cast<const T*>(hidden)) + offset;
-        mlp(pool, layer, std::min(kChunk, num_tokens - first), rows, static_cast<T*>(partial) + offset);
+        mlp(pool, thread, layer, std::min(kChunk, num_tokens - first), rows, static_cast<T*>(partial) + offset);
       }
     });
   }
@@ -109,9 +112,9 @@ class TypedDecoder final : public Decoder {
   void attention(Pool& pool, int thread, const SwBatch& batch, const Chunk& chunk, int number, T* hidden,
                  T* partial) {
     const SwLayer& layer = layers_[number];
-    normalise(pool, chunk.count, hidden, layer.input_norm);
+    const Rows<const T> normed = normalise(pool, thread, chunk.count, hidden, layer.input_norm);
     const Rows<T> qkv = qkv_.rows();
-    gemm(pool, normed_.read(), chunk.count, static_cast<const T*>(layer.qkv), model_.hidden_size, panels(num_qkv_),
+    gemm(pool, normed, chunk.count, static_cast<const T*>(layer.qkv), model_.hidden_size, panels(num_qkv_),
          [&](int row, int panel, Floats low, Floats high) {
            add_panel(layer.qkv_bias, panel, num_qkv_, low, high);
            store_panel(qkv[row], panel, num_qkv_, low, high);
@@ -124,6 +127,10 @@ class TypedDecoder final : public Decoder {
     pool.split((int)chunk.writes.size() * kv_heads, [&](int begin, int end) {
       for (int i = begin; i < end; ++i) {
         const Span& span = chunk.writes[i / kv_heads];
+        if (i + 1 < end) {
+          const Span& next = chunk.writes[(i + 1) / kv_heads];
+          cache_of(next, (i + 1) % kv_heads).ask_to_write(next.position);
+        }
         write_keys(layer, span, i % kv_heads, cache_of(span, i % kv_heads));
       }
     });
@@ -134,10 +141,11 @@ class TypedDecoder final : public Decoder {
         const Span& span = chunk.queries[i / kv_heads];
         const int following = i + 1 < tasks ? i + 1 : i;
         const Span& next = chunk.queries[following / kv_heads];
-        const HeadCache<T> cache = cache_of(span, i % kv_heads), next_cache = cache_of(next, following % kv_heads);
-        const int next_group = first_seen(rule, next) / kGroup * kGroup;
+        const int begin = first_seen(rule, next);
+        const Group<T> after(cache_of(next, following % kv_heads), begin / kGroup * kGroup, begin,
+                             next.position + next.count);
         take_queries(layer, span, i % kv_heads, scratch_[thread]);
-        attend(rule, span, cache, {next_cache, next_group, next.position + next.count}, scratch_[thread]);
+        attend(rule, span, cache_of(span, i % kv_heads), after, scratch_[thread]);
         leave_attended(span, i % kv_heads, scratch_[thread]);
       }
     };
@@ -147,12 +155,12 @@ class TypedDecoder final : public Decoder {
   }
 
   // The other branch; as above.
-  void mlp(Pool& pool, int number, int count, T* hidden, T* partial) {
+  void mlp(Pool& pool, int thread, int number, int count, T* hidden, T* partial) {
     const SwLayer& layer = layers_[number];
     const int inner_size = model_.inner_size;
-    normalise(pool, count, hidden, layer.mlp_norm);
+    const Rows<const T> normed = normalise(pool, thread, count, hidden, layer.mlp_norm);
     const Rows<T> inner = inner_.rows();
-    gemm(pool, normed_.read(), count, static_cast<const T*>(layer.gate_up), model_.hidden_size, inner_size / kLanes,
+    gemm(pool, normed, count, static_cast<const T*>(layer.gate_up), model_.hidden_size, inner_size / kLanes,
          [&](int row, int panel, Floats gate, Floats up) {
            if (layer.gate_up_bias) {
              gate += load(layer.gate_up_bias + panel * kLanes);
@@ -163,12 +171,17 @@ class TypedDecoder final : public Decoder {
     project(pool, inner_.read(), count, layer.down, layer.down_bias, inner_size, layer.post_mlp_norm, hidden, partial);
   }
 
-  void normalise(Pool& pool, int count, const T* hidden, const float* weight) {
+  // Rows ready for a product: each thread makes a few for itself, which takes less time than to wait for
+  // the others; many are shared.
+  Rows<const T> normalise(Pool& pool, int thread, int count, const T* hidden, const float* weight) {
     const int size = model_.hidden_size;
-    pool.split(count, [&](int begin, int end) {
-      for (int i = begin; i < end; ++i)
-        rms_norm(hidden + (ptrdiff_t)i * size, weight, size, model_.eps, normed_.rows()[i]);
-    });
+    const bool own = count <= kOwnRows;
+    const Rows<T> to{normed_.rows()[own ? thread * kOwnRows : 0], normed_.stride};
+    auto make = [&](int begin, int end) {
+      for (int i = begin; i < end; ++i) rms_norm(hidden + (ptrdiff_t)i * size, weight, size, model_.eps, to[i]);
+    };
+    own ? make(0, count) : pool.split(count, make);
+    return {to.data, to.stride};
   }
 
   // The product that ends a branch.

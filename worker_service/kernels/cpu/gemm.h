@@ -26,16 +26,21 @@ constexpr int kTileRows = 12;
 // Rows of x that stay in a core's second-level cache while panels go by.
 constexpr int kRowBytes = 256 * 1024;
 
+// How far ahead a tile asks memory for its own panel, and from how many rows on: with fewer there is
+// little to do but to read, and the processor keeps up best by itself.
+constexpr int kAheadBytes = 8192;
+constexpr int kAheadRows = 5;
+
 // sums[r] = the 32 columns of row r. Not inlined: there are twelve heights and many callers, and a tile
-// costs far more than to store and load its sums.
-template <class T, int R, bool AsksAhead>
+// costs far more than to store and load its sums. Each step asks for so many lines at `ahead`.
+template <class T, int R, int Lines>
 __attribute__((noinline)) void multiply_panel(const T* x, ptrdiff_t stride, const T* panel, int steps,
                                               const char* ahead, float (*sums)[kPanel]) {
   const T* const vectors[2] = {panel, panel + kLanes * Product<T>::depth};
   Tile<T, R, 2> tile;
   tile.clear();
   tile.add(x, stride, vectors, kPanel * Product<T>::depth, steps, [&](int s) {
-    if constexpr (AsksAhead) ask(ahead + s * 64);
+    for (int line = 0; line < Lines; ++line) ask(ahead + (s * Lines + line) * 64);
   });
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
@@ -58,18 +63,19 @@ void gemm(Pool& pool, Rows<const T> x, int num_rows, const T* weight, int depth,
       const int first = (int)((int64_t)num_rows * block / row_blocks);
       const int count = (int)((int64_t)num_rows * (block + 1) / row_blocks) - first;
       const T* columns = weight + (ptrdiff_t)panel * depth * kPanel;
-      const char* next = reinterpret_cast<const char*>(columns + (ptrdiff_t)depth * kPanel);
       int tiles = 0;
       for_tiles<kTileRows>(count, [&](int offset, auto height) {
         const int row = first + offset;
-        // Where a panel serves several tiles, the processor's own prefetching comes too late for the
-        // next panel: the first two tiles ask for one of its two lines each step. Where it serves
-        // one, asking only slows the processor down.
-        if (count > kTileRows && tiles++ < 2) {
-          multiply_panel<T, height, true>(x[row], x.stride, columns, steps, next, sums);
-          next += steps * 64;
+        // A step reads two lines of its panel. Where a panel serves several tiles, memory can rest while
+        // the later ones are computed; so the first two fetch the next panel, a line each step.
+        const char* here = reinterpret_cast<const char*>(columns);
+        if (count <= kTileRows) {
+          multiply_panel<T, height, (height < kAheadRows ? 0 : 2)>(x[row], x.stride, columns, steps,
+                                                                   here + kAheadBytes, sums);
+        } else if (tiles++ < 2) {
+          multiply_panel<T, height, 1>(x[row], x.stride, columns, steps, here + (steps * tiles + steps) * 64, sums);
         } else {
-          multiply_panel<T, height, false>(x[row], x.stride, columns, steps, next, sums);
+          multiply_panel<T, height, 0>(x[row], x.stride, columns, steps, here, sums);
         }
         for (int r = 0; r < height; ++r) done(row + r, panel, load(sums[r]), load(sums[r] + kLanes));
       });
