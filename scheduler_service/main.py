@@ -259,6 +259,7 @@ def start_plan(settings: SchedulerSettings, checkpoint: Checkpoint, path: str) -
     return StartPlan(
         model_path=path,
         dtype=settings.dtype,
+        quantize=settings.quantize,
         fingerprint=checkpoint.fingerprint,
         architecture=config.architecture,
         vocab_size=config.vocab_size,

@@ -39,6 +39,9 @@ class SchedulerSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the weights in memory; auto takes the checkpoint's own."
     )
+    quantize: Literal["none", "int8", "int4", "fp8"] = Field(
+        default="none", description="What to quantise the weights of an unquantised checkpoint to while they are read."
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=1,

@@ -134,8 +134,8 @@ class WorkerPort(Protocol):
     async def init_device(self, epoch: int, scheduler_id: str, place: Place) -> Device:
         """Takes it into an epoch, on a device."""
 
-    def load_model(self, epoch: int, path: str, dtype: str) -> AsyncIterator[LoadProgress]:
-        """Loads its shard of the model."""
+    def load_model(self, epoch: int, path: str, dtype: str, quantize: str) -> AsyncIterator[LoadProgress]:
+        """Loads its shard of the model, quantised to `quantize` unless that is "none"."""
 
     async def determine_available_memory(self, epoch: int, max_step_tokens: int, max_sequences: int) -> MemoryReport:
         """Measures what the KV cache may use."""

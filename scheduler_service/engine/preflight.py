@@ -31,6 +31,7 @@ def wish_of(settings: SchedulerSettings) -> Wish:
         # Then there is no number too small: the context becomes shorter.
         num_kv_blocks=None if settings.fit_max_model_len else settings.num_kv_blocks,
         block_size=settings.block_size,
+        rounding=None if settings.quantize == "none" else settings.quantize,
     )
 
 

@@ -34,6 +34,7 @@ class StartPlan:
 
     model_path: str
     dtype: str
+    quantize: str
     fingerprint: str
     architecture: str
     vocab_size: int
@@ -161,7 +162,8 @@ class GroupStarter:
 
     async def _load(self, rank: Rank, report: ProgressReport) -> LoadSummary:
         summary: LoadSummary | None = None
-        async for progress in rank.port.load_model(self._epoch, self._plan.model_path, self._plan.dtype):
+        plan = self._plan
+        async for progress in rank.port.load_model(self._epoch, plan.model_path, plan.dtype, plan.quantize):
             report.update(rank.rank, progress.stage, progress.loaded_bytes, progress.total_bytes)
             summary = progress.summary or summary
         if summary is None:

@@ -76,9 +76,9 @@ class WorkerClient:
         response = await self._unary("InitDevice", self._stub.InitDevice, request, _UNARY_TIMEOUT_S)
         return Device(response.device, response.device_name, response.total_memory_bytes, response.free_memory_bytes)
 
-    async def load_model(self, epoch: int, path: str, dtype: str) -> AsyncIterator[LoadProgress]:
-        """Loads its shard of the model."""
-        request = pb.LoadModelRequest(epoch=epoch, model_path=path, dtype=dtype)
+    async def load_model(self, epoch: int, path: str, dtype: str, quantize: str) -> AsyncIterator[LoadProgress]:
+        """Loads its shard of the model, quantised to `quantize` unless that is "none"."""
+        request = pb.LoadModelRequest(epoch=epoch, model_path=path, dtype=dtype, quantize=quantize)
         async for response in self._streamed("LoadModel", self._stub.LoadModel, request, _LOAD_TIMEOUT_S):
             summary = _summary(response.summary) if response.HasField("summary") else None
             yield LoadProgress(response.stage, response.loaded_bytes, response.total_bytes, summary)

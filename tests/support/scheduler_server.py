@@ -69,6 +69,7 @@ def start_plan(**changes: Any) -> StartPlan:
     plan: dict[str, Any] = {
         "model_path": "/models/tiny",
         "dtype": "auto",
+        "quantize": "none",
         "fingerprint": "fake",
         "architecture": "LlamaForCausalLM",
         "vocab_size": 320,
