@@ -5,13 +5,9 @@ Headers cannot tell a file of the right size with wrong bytes from a sound one. 
 by path, size, time of change, inode and device, so that later loads cost nothing; any change has the file read again.
 """
 
-import contextlib
 import hashlib
-import json
 import os
-import secrets
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +15,10 @@ from typing import TypeAlias
 
 from loader.checkpoint import Checkpoint
 from loader.errors import CheckpointError, LoadCancelled
-from loader.files import open_regular, read_json_object
+from loader.files import open_regular
 from loader.known_hashes import KnownHashes
-from loader.sources.cache import default_directory
-from loader.sources.lock import Waiting, acquire
+from loader.sources.directory import default_directory
+from loader.sources.verified import VerifiedFiles
 from loader.tensors import files_of
 
 _READ_BYTES = 4 << 20
@@ -56,7 +52,7 @@ def bytes_to_verify(checkpoint: Checkpoint) -> int:
     known = KnownHashes()
     hashes = ((path, known.of(path)) for path in _files(checkpoint))
     wanted = [(path, sha256) for path, sha256 in hashes if sha256 is not None]
-    return sum(_size(path) for path, _ in _Memory(checkpoint.path).missing(wanted))
+    return sum(_size(path) for path, _ in VerifiedFiles(default_directory(), checkpoint.path).missing(wanted))
 
 
 def verify_files(
@@ -72,7 +68,7 @@ def verify_files(
     hashes = [(path, known.of(path)) for path in _files(checkpoint)]
     unknown = tuple(path for path, sha256 in hashes if sha256 is None and path.name not in _SMALL_NAMES)
     wanted = [(path, sha256) for path, sha256 in hashes if sha256 is not None]
-    memory = _Memory(checkpoint.path)
+    memory = VerifiedFiles(default_directory(), checkpoint.path)
     rest = wanted if again else memory.missing(wanted)
     if rest:
         with memory.alone(cancelled):
@@ -91,7 +87,7 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _verify_all(
-    wanted: Sequence[tuple[Path, str]], memory: "_Memory", progress: Progress, cancelled: Callable[[], bool]
+    wanted: Sequence[tuple[Path, str]], memory: VerifiedFiles, progress: Progress, cancelled: Callable[[], bool]
 ) -> None:
     total = sum(_size(path) for path, _ in wanted)
     counter = _Counter(progress, total)
@@ -133,70 +129,6 @@ class _Counter:
     def add(self, path: Path, num_bytes: int) -> None:
         self._read[path] = num_bytes
         self._progress(min(self._total, sum(list(self._read.values()))), self._total)
-
-
-class _Memory:
-    """What is known to be sound of one checkpoint. Without a folder to write to, nothing is remembered."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._folder = default_directory() / "verified"
-        key = hashlib.sha256(os.fsencode(os.path.realpath(checkpoint))).hexdigest()[:32]
-        self._path = self._folder / f"{key}.json"
-        self._adding = threading.Lock()
-
-    def missing(self, wanted: Sequence[tuple[Path, str]]) -> list[tuple[Path, str]]:
-        """Those that were not found to have their hash, or have changed since."""
-        held = self._read()
-        return [(path, expected) for path, expected in wanted if held.get(str(path)) != _facts_now(path, expected)]
-
-    def add(self, path: Path, status: os.stat_result, sha256: str) -> None:
-        """Remembers what was found, if the file is still the one that was read. May be called by several threads."""
-        facts = _facts(status, sha256)
-        with self._adding, contextlib.suppress(OSError):
-            if facts == _facts_now(path, sha256):
-                self._folder.mkdir(parents=True, exist_ok=True)
-                new = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.new")
-                new.write_text(json.dumps({**self._read(), str(path): facts}), encoding="utf-8")
-                os.replace(new, self._path)
-
-    @contextlib.contextmanager
-    def alone(self, cancelled: Callable[[], bool]) -> Iterator[None]:
-        """Keeps other processes from the same work; where that cannot be had, it is done twice."""
-        lock = None
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            lock = acquire(self._path.with_suffix(".lock"), Waiting(cancelled=cancelled, measure=self._num_bytes))
-        except (OSError, CheckpointError):
-            pass
-        try:
-            yield
-        finally:
-            if lock is not None:
-                lock.release()
-
-    def _read(self) -> dict[str, object]:
-        try:
-            return read_json_object(self._path)
-        except CheckpointError:
-            return {}
-
-    def _num_bytes(self) -> int:
-        """Grows with each file that another process has verified."""
-        try:
-            return self._path.stat().st_size
-        except OSError:
-            return 0
-
-
-def _facts(status: os.stat_result, sha256: str) -> list[object]:
-    return [status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev, sha256]
-
-
-def _facts_now(path: Path, sha256: str) -> list[object] | None:
-    try:
-        return _facts(path.stat(), sha256)
-    except OSError:
-        return None
 
 
 def _size(path: Path) -> int:

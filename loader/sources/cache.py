@@ -24,20 +24,13 @@ from typing import Self
 from loader.errors import CheckpointError, LoadCancelled
 from loader.files import read_json_object, read_small
 from loader.known_hashes import RECORD_NAME
+from loader.sources.directory import DIRECTORY_VARIABLE, LIMIT_VARIABLE
 from loader.sources.download import Watch, download, present_bytes
 from loader.sources.lock import Mark, Waiting, acquire, is_stale
 from loader.sources.remote import RemoteModel
+from loader.sources.verified import VerifiedFiles
 
-DIRECTORY_VARIABLE, LIMIT_VARIABLE = "STEPWIRE_CACHE", "STEPWIRE_CACHE_BYTES"
 _DEFAULT_SHARE = 0.8
-
-
-def default_directory() -> Path:
-    """The folder that STEPWIRE_CACHE names, or ~/.cache/stepwire."""
-    named = os.environ.get(DIRECTORY_VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepwire"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +83,7 @@ class ModelCache:
     """The cache in one folder. `limit_bytes` bounds what it holds; by default four fifths of the disk."""
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
+        self._directory = directory
         self._root = directory / "sources"
         self._limit_bytes = limit_bytes
 
@@ -235,6 +229,11 @@ class ModelCache:
         entry = self._root / "entries" / key
         shutil.rmtree(entry, ignore_errors=True)  # one that is not whole is none
         partial.rename(entry)
+        # They were hashed as they came, or as they were found here, and need not be read for that once more.
+        verified = VerifiedFiles(self._directory, self._path_of(key))
+        for name, sha256 in sums.items():
+            path = entry / model.label / name
+            verified.add(path, path.stat(), sha256)
 
     def _is_whole(self, key: str) -> bool:
         """Whether all files of an entry are there, in their sizes."""

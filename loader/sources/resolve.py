@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import unquote, urlsplit
 
 from loader.errors import CheckpointError
-from loader.sources.cache import LIMIT_VARIABLE, Asking, Held, ModelCache, default_directory
+from loader.sources.cache import Asking, Held, ModelCache
+from loader.sources.directory import LIMIT_VARIABLE, default_directory
 from loader.sources.remote import RemoteModel, last_part
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ import pytest
 
 from loader.checkpoint import open_checkpoint
 from loader.errors import CheckpointError, LoadCancelled
+from loader.integrity import bytes_to_verify
 from loader.sources import cache as module
-from loader.sources.cache import Asking, ModelCache, default_directory, entry_key
+from loader.sources.cache import Asking, ModelCache, entry_key
 from loader.sources.http import http_model
 from loader.sources.owner import Owner
 from loader.sources.remote import RemoteFile, RemoteModel
@@ -59,6 +60,19 @@ def test_its_hashes_are_known(
         for path in held.path.iterdir():
             os.utime(path, (1, 1))
         assert open_checkpoint(held.path).fingerprint == first
+
+
+def test_what_was_hashed_as_it_came_is_not_read_again_to_be_verified(
+    tmp_path: Path, asking: Asking, server: FileServer, tiny_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPWIRE_CACHE", str(tmp_path))
+    server.files = {f"/m/{name}": data for name, data in tiny_files.items()}
+    with ModelCache(tmp_path).hold(http_model(f"{server.url}/m"), "m", asking) as held:
+        checkpoint = open_checkpoint(held.path)
+        assert bytes_to_verify(checkpoint) == 0
+        file = held.path / "model-00001-of-00002.safetensors"
+        os.utime(file, (1, 1))
+        assert bytes_to_verify(checkpoint) == file.stat().st_size
 
 
 def test_one_gguf_is_a_file(cache: ModelCache, asking: Asking, server: FileServer) -> None:
@@ -193,14 +207,6 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, asking: Asking) -> None:
     with pytest.raises(CheckpointError, match="STEPWIRE_CACHE") as caught:
         ModelCache(tmp_path / "file").hold(model(), "m", asking)
     assert caught.value.code == "unavailable"
-
-
-def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("STEPWIRE_CACHE", str(tmp_path))
-    assert default_directory() == tmp_path
-    monkeypatch.delenv("STEPWIRE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_directory() == tmp_path / "stepwire"
 
 
 # --- several processes
