@@ -16,6 +16,7 @@ from loader.checkpoint import Checkpoint
 from loader.errors import CheckpointError
 from loader.inspection import Inspection, Problem
 from stepwire.cli.checks.finding import human_bytes
+from stepwire.cli.checks.memory import read_memory
 
 if TYPE_CHECKING:
     from loader.integrity import Verification
@@ -138,6 +139,10 @@ def _verified(verification: "Verification | None") -> Iterator[str]:
 
 def _warnings(found: Inspection) -> Iterator[str]:
     yield from found.warnings
+    memory, peak = read_memory(), max((rank.host_peak_bytes for rank in found.ranks), default=0)
+    if memory is not None and peak > memory.usable:
+        sizes = f"{human_bytes(peak)} of host memory, and this machine has {human_bytes(memory.usable)} left"
+        yield f"loading a rank takes up to {sizes}"
     if len(found.ranks) > 1:
         yield "workers of this version hold a whole model each: a tp or pp above 1 is a plan, not yet served"
     if found.wish.adapters:
@@ -149,13 +154,15 @@ def _facts(checkpoint: Checkpoint, found: Inspection) -> Iterator[tuple[str, str
     yield "checkpoint", _printable(checkpoint.path)
     yield "model", f"{config.architecture}, {found.num_parameters:,} parameters"
     count = "1 file" if found.num_files == 1 else f"{found.num_files} files"
-    yield "stored as", f"{checkpoint.format}, {count}, {found.num_tensors:,} tensors, complete and well shaped"
+    held = "complete and well shaped" if config.other is None else "not held against the model"
+    yield "stored as", f"{checkpoint.format}, {count}, {found.num_tensors:,} tensors, {held}"
     stored = ", ".join(f"{dtype} {human_bytes(size)}" for dtype, size in found.stored_dtypes.items())
     rounded = f", rounded to {wish.rounding}" if wish.rounding else ""
     yield "types", f"{stored}; held as {found.dtype}{rounded}"
     if config.quantisation is not None:
         yield "quantised", f"{len(config.quantisation.schemes)} products, by {config.quantisation.method}"
-    yield "embedding", "shared with the head" if config.tie_word_embeddings else "not shared with the head"
+    if config.other is None:
+        yield "embedding", "shared with the head" if config.tie_word_embeddings else "not shared with the head"
     yield "tokenizer", "there" if found.has_tokenizer else "missing or damaged"
     yield "chat template", "there" if found.has_chat_template else "none"
     yield "tp that work", ", ".join(map(str, found.tensor_parallel_sizes))

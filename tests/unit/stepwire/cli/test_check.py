@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from loader.checkpoint import open_checkpoint
+from stepwire.cli import check_output
+from stepwire.cli.checks.finding import human_bytes
+from stepwire.cli.checks.memory import Memory
 from stepwire.cli.main import run
 from tests.support.tiny_adapter import make_tiny_adapter
 from tests.support.tiny_checkpoint import make_tiny_llama
+from tests.support.tiny_others import SERVED, make_tiny_other
 from tests.support.tiny_quantised import write_tensors
 from tests.support.tiny_quantised_models import awq, make_tiny_quantised, stored_tensors
 
@@ -33,6 +37,21 @@ def test_a_usable_checkpoint_is_described_and_exits_with_0(capsys: pytest.Captur
     for words in ("LlamaForCausalLM", "safetensors, 2 files", "1, 2, 4", "KV PER TOKEN", "KV blocks of 16 in 1.0 GiB"):
         assert words in text
     assert lines[-1] == "usable: tp 1, pp 1, bfloat16"
+
+
+def test_of_a_model_that_is_none_of_ours_it_says_what_it_does_not_know(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(["check", str(make_tiny_other(tmp_path, "gpt2", SERVED["gpt2"]))]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "GPT2LMHeadModel",
+        "not held against the model",
+        "pp that work   1",
+        "transformers' definition of it",
+    ):
+        assert words in text
+    assert "shared with the head" not in text
 
 
 def test_json_holds_every_figure(capsys: pytest.CaptureFixture[str], model: Path) -> None:
@@ -102,6 +121,16 @@ def test_a_quantised_checkpoint_without_a_scale_is_not_usable(
     write_tensors(model / "model.safetensors", tensors)
     (problem,) = answer(capsys, 1, model)["problems"]
     assert (problem["code"], problem["tensor"]) == ("invalid", name)
+
+
+def test_more_host_memory_than_there_is_here_is_a_warning(
+    capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_output, "read_memory", lambda: Memory(1 << 30, 1 << 30, 100 << 20, 50 << 20))
+    found = answer(capsys, 0, model)
+    peak = human_bytes(found["ranks"][0]["host_peak_bytes"])
+    expected = f"loading a rank takes up to {peak} of host memory, and this machine has 50.0 MiB left"
+    assert found["warnings"] == [expected]
 
 
 def test_adapters_are_checked_with_it(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
