@@ -127,7 +127,7 @@ def _adapter(kind: str, folder: Path) -> tuple[Path, Damage]:
     modules = dict.fromkeys([*layer_modules(config, "q_proj", "down_proj"), EMBEDDING], 4)
     tensors = {**adapter_tensors(config, modules), f"{PREFIX}model.norm.weight": np.ones(16, np.float32)}
     options = {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "modules_to_save": ["model.norm"]}
-    patterns = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {r".*\.0\..*": 2}}
+    patterns = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"down_proj": 2}}
     write_adapter(folder, tensors, **options, **patterns)
     sound = {file.name: file.read_bytes() for file in folder.iterdir()}
 

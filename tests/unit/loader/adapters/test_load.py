@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 from loader.adapters.adapter import Adapter, adapter_fingerprint, open_adapter
 from loader.adapters.load import LoadedAdapter, load_adapter
 from loader.adapters.parts import adapter_bytes
-from loader.checkpoint import Checkpoint
+from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError
 from loader.layout import weight_slices
 from loader.shares import RankPlace
 from tests.support.tiny_adapter import PREFIX, adapter_tensors, layer_modules, make_tiny_adapter, write_adapter
+from tests.support.tiny_quantised_models import awq, make_tiny_quantised
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 ALL_KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -93,6 +94,17 @@ def test_the_weight_of_a_shared_embedding_reaches_the_stage_with_the_head(tmp_pa
         rows = torch.from_numpy(whole)[160 * place.tensor_rank :][:160]
         assert torch.equal(loaded.full_weights[f"{EMBEDDING}.weight"], rows)
         assert (EMBEDDING in loaded.factors) == place.is_first_stage
+
+
+def test_a_quantised_base_takes_the_same_factors(tmp_path: Path, base: Checkpoint) -> None:
+    quantised = open_checkpoint(make_tiny_quantised(tmp_path / "q", awq()))
+    assert quantised.config.quantisation is not None
+    path = make_tiny_adapter(tmp_path / "a", base.config)
+    for place in places(2, 1):
+        own, other = (load_adapter(open_adapter(path, model.config), place) for model in (base, quantised))
+        assert own.factors.keys() == other.factors.keys()
+        for name, factors in own.factors.items():
+            assert torch.equal(factors.a, other.factors[name].a) and torch.equal(factors.b, other.factors[name].b)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
