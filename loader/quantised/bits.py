@@ -55,7 +55,7 @@ def unpack_rows(packed: Tensor, bits: int, count: int) -> Tensor:
 def rows_of_words(words: Tensor, bits: int, skip: int, count: int) -> Tensor:
     """Words int32 [rows, words] -> the `count` values after the first `skip` of each row, packed as bytes.
 
-    The result shares the words' memory where its rows are the words' whole.
+    The result shares the words' memory where its rows are the words' whole. The end of a row may hold anything.
     """
     packed = _as_bytes(words)
     if skip == 0:

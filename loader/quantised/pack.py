@@ -195,8 +195,7 @@ def _irregular(
 def _pack_grid(stored: StoredWeight, scheme: GridScheme) -> ScaledGrid:
     scales = stored.tensors[scheme.scale_name]
     _check_scales(stored, scales, scheme.scale_name)
-    whole_rows, whole_columns = scheme.block_rows == 0, scheme.block_columns == 0
-    rows = 1 if whole_rows else scales.shape[0]
+    rows = 1 if scheme.block_rows == 0 else scales.shape[0]
     input_scale = None
     if scheme.activation is not None and scheme.activation.is_static:
         input_scale = stored.tensors["input_scale"].float().reshape(())
@@ -209,8 +208,9 @@ def _pack_grid(stored: StoredWeight, scheme: GridScheme) -> ScaledGrid:
         input_scale=input_scale,
         block_rows=scheme.block_rows or stored.outputs.size,
         block_columns=scheme.block_columns or stored.inputs.size,
-        first_row=0 if whole_rows else stored.outputs.start % scheme.block_rows,
-        first_column=0 if whole_columns else stored.inputs.start % scheme.block_columns,
+        first_row=stored.outputs.start % (scheme.block_rows or stored.outputs.size),
+        # Also groups of inputs that are rounded together begin where those of the whole weight do.
+        first_column=stored.inputs.start % (scheme.block_columns or stored.inputs.size),
         activation=scheme.activation,
     )
 

@@ -10,8 +10,9 @@ from loader.quantised.activations import Activation
 from loader.quantised.packed import Packed, ScaledGrid
 from worker_service.kernels.linear import LinearKernel, make_linear
 
-# As many values as a core's cache holds in float32.
+# As many values as a core's cache holds in float32; a GPU needs more to be busy.
 _TILE_VALUES = 1 << 19
+_GPU_TILE_VALUES = 1 << 26
 _INT8_MAX = 127.0
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
@@ -23,7 +24,8 @@ def make_quantised_linear(weight: Packed, bias: Tensor | None = None) -> LinearK
     float32, as the sum of the products of rounded values times both scales.
     """
     num_outputs, num_inputs = weight.shape
-    rows = max(1, _TILE_VALUES // num_inputs)
+    tile_values = _TILE_VALUES if weight.scales.device.type == "cpu" else _GPU_TILE_VALUES
+    rows = max(1, tile_values // num_inputs)
     round_input = _rounding(weight)
 
     def linear(x: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from loader.errors import CheckpointError
+from loader.quantised.activations import Activation
 from loader.quantised.pack import StoredWeight, pack
-from loader.quantised.packed import Packed, flatten, take_packed
+from loader.quantised.packed import Packed, ScaledGrid, flatten, take_packed
 from loader.quantised.schemes import AwqScheme, GptqScheme, GridScheme, PackScheme, Scheme
 from loader.shares import Share, whole_share
 from loader.tensors import WeightSlice
@@ -187,6 +188,28 @@ def test_scales_are_stored_in_several_shapes(block: tuple[int, int], scale_shape
     shape = Shape(40, 24, scale_dtype="F16")
     weight = grid_weight(np.random.default_rng(3), shape, dtype="F8_E4M3", block=block, scale_shape=scale_shape)
     check(weight, GridScheme("F8_E4M3", *block, scale_rank=len(scale_shape), scale_bytes=2))
+
+
+@pytest.mark.parametrize("block", [(0, 0), (1, 0), (16, 16)])
+def test_a_share_knows_where_groups_of_inputs_begin(block: tuple[int, int]) -> None:
+    weight = grid_weight(np.random.default_rng(3), Shape(32, 96, scale_dtype="F32"), dtype="F8_E4M3", block=block)
+    scheme = GridScheme("F8_E4M3", *block, Activation("fp8", group_size=16))
+    packed = packed_share(weight, scheme, whole_share(32), Share(96, 40, 80))
+    assert isinstance(packed, ScaledGrid)
+    assert packed.first_column % 16 == 8
+    assert packed.activation == scheme.activation
+
+
+def test_a_static_scale_comes_with_the_weight() -> None:
+    weight = grid_weight(np.random.default_rng(3), Shape(8, 8, scale_dtype="F32"), dtype="I8", block=(1, 0))
+    weight.tensors["input_scale"] = Tensor("F32", np.array([0.25]))
+    scheme = GridScheme("I8", 1, 0, Activation("int8", is_static=True), input_scale_rank=1)
+    packed = packed_share(weight, scheme, whole_share(8), whole_share(8))
+    assert isinstance(packed, ScaledGrid)
+    assert packed.input_scale is not None
+    assert (packed.input_scale.item(), packed.input_scale.shape) == (0.25, ())
+    weight.tensors["input_scale"] = Tensor("F32", np.array([0.0]))
+    assert refused(weight, scheme).tensor == "w.input_scale"
 
 
 def refused(weight: QuantisedWeight, scheme: Scheme, *, inputs: Share | None = None) -> CheckpointError:
