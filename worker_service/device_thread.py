@@ -23,6 +23,10 @@ class DeviceThread(Generic[R]):
     loop; calls given meanwhile wait. Outcomes are delivered on the event loop that `start` ran
     on, in the same order.
 
+    An outcome wakes the event loop, whose work then holds up the next call: both need the interpreter. So a
+    call may be given that says, by `launched`, when it has handed its work to the device; the outcome of
+    the call before is delivered then.
+
     A call may raise; that is its own affair unless `is_fatal` says that the device can no longer be
     trusted. Then the outcome is delivered, every later call fails with DeviceStopped, and
     `on_fatal` is called on the event loop.
@@ -38,7 +42,8 @@ class DeviceThread(Generic[R]):
         self._make_runtime = make_runtime
         self._is_fatal = is_fatal
         self._on_fatal = on_fatal
-        self._jobs: queue.SimpleQueue[tuple[Callable[[R], Any], Done[Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[R], Any], Done[Any], bool] | None] = queue.SimpleQueue()
+        self._held_back: tuple[Done[Any], Any] | None = None
         self._runtime: R | None = None
         self._failure: BaseException | None = None
         self._closed = False
@@ -56,11 +61,20 @@ class DeviceThread(Generic[R]):
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def post(self, call: Callable[[R], T], done: Done[T]) -> None:
-        """Queues `call`; `done(result, error)` follows on the event loop. Never blocks."""
+    def post(self, call: Callable[[R], T], done: Done[T], *, launches: bool = False) -> None:
+        """Queues `call`; `done(result, error)` follows on the event loop. Never blocks.
+
+        `launches` says that the call itself calls `launched`.
+        """
         if self._closed:
             raise DeviceStopped("the device thread is closed")
-        self._jobs.put((call, done))
+        self._jobs.put((call, done, launches))
+
+    def launched(self) -> None:
+        """Called by a call when the device works and the interpreter is free: delivers the outcome before it."""
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            self._deliver(*held_back, None)
 
     async def run(self, call: Callable[[R], T]) -> T:
         """Queues `call` and waits for its outcome. Cancelling the wait does not stop the call."""
@@ -93,19 +107,32 @@ class DeviceThread(Generic[R]):
             self._fail(error)
             runtime = None
         self._runtime = runtime
-        while (job := self._jobs.get()) is not None:
-            call, done = job
+        while (job := self._next_job()) is not None:
+            call, done, launches = job
+            if not launches:
+                self.launched()
             if runtime is None or self._failure is not None:
+                self.launched()
                 self._deliver(done, None, _stopped_by(self._failure))
                 continue
             try:
                 result = call(runtime)
             except BaseException as error:
+                self.launched()
                 self._deliver(done, None, _reportable(error))
                 if self._is_fatal(error):
                     self._fail(error)
             else:
-                self._deliver(done, result, None)
+                self.launched()
+                self._held_back = (done, result)
+
+    def _next_job(self) -> tuple[Callable[[R], Any], Done[Any], bool] | None:
+        if self._jobs.empty():
+            self.launched()
+        job = self._jobs.get()
+        if job is None:
+            self.launched()
+        return job
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error

@@ -44,6 +44,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 DRAIN_TIMEOUT_S = 10.0
 # For answers that are written, such as the cause of a failure, to reach their callers.
 FLUSH_TIMEOUT_S = 1.0
+# How long a thread keeps the interpreter when another one wants it; Python's own 5 ms are a whole step.
+SWITCH_INTERVAL_S = 0.0001
 
 MakeRuntime = Callable[[WorkerSettings], Runtime]
 
@@ -79,6 +81,8 @@ async def serve(settings: WorkerSettings, *, make_runtime: MakeRuntime | None = 
         )
     except ValueError as error:
         return _cannot_start(str(error))
+    # The device thread comes back from a product and needs the interpreter at once; the event loop can wait.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     worker = Worker(settings, telemetry.tracer_provider, make_runtime or _make_runtime)
     try:
         _watch_signals(worker)

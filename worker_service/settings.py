@@ -27,7 +27,7 @@ class WorkerSettings(BaseModel):
     )
     native_kernels: bool = Field(
         True,
-        description="On a CPU, compute with kernels compiled for it where there are some for the model, not plain torch.",
+        description="On a CPU, compute with kernels compiled for it, and not plain torch, where they know the model.",
     )
     memory_fraction: float = Field(
         0.9, gt=0.0, le=1.0, description="Part of the device's memory that this process may use."

@@ -31,8 +31,8 @@ from worker_service.main import serve
 from worker_service.settings import WorkerSettings
 
 class Runtime(FakeRuntime):
-    def execute(self, step):
-        output = super().execute(step)
+    def execute(self, step, on_launch):
+        output = super().execute(step, on_launch)
         print("executing", flush=True)
         if sys.argv[2] == "hang":
             threading.Event().wait()

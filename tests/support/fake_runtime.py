@@ -9,7 +9,7 @@ from typing import Any
 
 from loader.errors import LoadCancelled
 from worker_service.runtime.report import DeviceInfo, LoadPhase, LoadSummary, MemoryReport, Phase
-from worker_service.runtime.step import Logprobs, NewSequence, StateMismatch, StepInput, StepOutput
+from worker_service.runtime.step import Logprobs, NewSequence, StateMismatch, StepInput, StepOutput, nobody_waits
 
 VOCAB_SIZE = 1000
 KV_BYTES_PER_TOKEN = 64
@@ -111,8 +111,9 @@ class FakeRuntime:
     def close(self) -> None:
         self._begin("close")
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
         self._begin("execute")
+        on_launch()
         output = StepOutput(step.step_id, start_unix_ns=time.time_ns(), prepare_ns=1000, forward_ns=2000, sample_ns=500)
         for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
             if sequence_id not in self.sequences:

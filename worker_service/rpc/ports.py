@@ -40,8 +40,11 @@ class Runtime(Protocol):
         """Runs what would otherwise make first requests slow. `progress(done, total)`."""
         ...
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Executes a step. Raises StateMismatch, with nothing changed, for one that disagrees with what is held."""
+    def execute(self, step: StepInput, on_launch: Callable[[], None]) -> StepOutput:
+        """Executes a step, and calls `on_launch` when the device is at work.
+
+        Raises StateMismatch, with nothing changed, for one that disagrees with what is held.
+        """
         ...
 
     def reset(self, phase: Phase) -> None:

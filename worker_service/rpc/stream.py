@@ -147,6 +147,10 @@ class StepStream:
             self._stop_reading()
             self._session.release(self)
 
+    def launched(self) -> None:
+        """A step computes: see DeviceThread."""
+        self._session.device.launched()
+
     def end(self, error: StepwireError) -> None:
         """Takes no more steps; the stream ends with `error` after the answers that are ready."""
         self._stop_reading()
@@ -209,7 +213,7 @@ class StepStream:
         values, errors = session.admit(values)
         job = _StepJob(self, values, errors, arrived_ns)
         session.guard.accept(step.step_id)
-        session.device.post(job.run, partial(self._complete, job))
+        session.device.post(job.run, partial(self._complete, job), launches=True)
 
     def _complete(self, job: "_StepJob", output: StepOutput | None, error: BaseException | None) -> None:
         session = self._session
@@ -268,7 +272,7 @@ class _StepJob:
             raise StepSkipped
         self.queue_ns = time.monotonic_ns() - self._arrived_ns
         try:
-            return runtime.execute(self.step)
+            return runtime.execute(self.step, self._stream.launched)
         except BaseException:
             self._stream.skip_queued = True
             raise

@@ -1,6 +1,7 @@
 """Runs steps: state, batch, model, sampler."""
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.executor import Executor
 from worker_service.runtime.sampler import Sampled, Sampler
 from worker_service.runtime.sequences import SequenceTable
-from worker_service.runtime.step import StepInput, StepOutput
+from worker_service.runtime.step import StepInput, StepOutput, nobody_waits
 
 IntArray = NDArray[np.int64]
 
@@ -44,8 +45,11 @@ class ModelRunner:
         self._sampler = Sampler(self._executor.vocab_size, self._executor.device)
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> StepOutput:
-        """Runs a step. Raises StateMismatch, having changed nothing, when it disagrees with what is held."""
+    def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
+        """Runs a step; calls `on_launch` before the forward pass.
+
+        Raises StateMismatch, having changed nothing, when it disagrees with what is held.
+        """
         output = StepOutput(step.step_id, start_unix_ns=time.time_ns())
         begin = time.perf_counter_ns()
         checked = check_step(step, self._table)
@@ -58,6 +62,7 @@ class ModelRunner:
             output.prepare_ns = time.perf_counter_ns() - begin
             return output
         output.prepare_ns = time.perf_counter_ns() - begin
+        on_launch()
         self._compute(batch, output)
         return output
 

@@ -27,7 +27,7 @@ from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SequenceTable
-from worker_service.runtime.step import Logprobs, StepInput, StepOutput
+from worker_service.runtime.step import Logprobs, StepInput, StepOutput, nobody_waits
 
 T = TypeVar("T")
 IntArray = NDArray[np.int64]
@@ -162,9 +162,9 @@ class SimRuntime:
         self._need_runner().drop_sequences()
         progress(1, 1)
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
         """Executes a step. Raises StateMismatch, with nothing changed, when it disagrees with what is held."""
-        return self._need_runner().execute(step)
+        return self._need_runner().execute(step, on_launch)
 
     def reset(self, phase: Phase) -> None:
         """Goes back to an earlier phase, and drops what later ones took."""
@@ -238,7 +238,7 @@ class SimRunner:
             block_size=table.block_size,
         )
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
         """Runs a step. Raises StateMismatch, having changed nothing, when it disagrees with what is held."""
         output = StepOutput(step.step_id, start_unix_ns=time.time_ns())
         begin = time.perf_counter_ns()
@@ -250,6 +250,7 @@ class SimRunner:
         table.num_computed[rows] += checked.scheduled
         live = ~table.skipped[rows]
         sampled = live & (table.num_computed[rows] == table.num_tokens[rows])
+        on_launch()
         prepared = time.perf_counter_ns()
         if self._is_timed:
             load = StepLoad.of(checked.scheduled[live].tolist(), checked.computed[live].tolist(), int(sampled.sum()))

@@ -82,3 +82,7 @@ class StepOutput:
 
 class StateMismatch(Exception):
     """A step disagrees with what this worker holds; the step was refused and nothing changed."""
+
+
+def nobody_waits() -> None:
+    """What is called when a step is on the device, where nobody cares."""

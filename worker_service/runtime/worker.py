@@ -33,7 +33,7 @@ from worker_service.runtime.preload import check_before_load
 from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
 from worker_service.runtime.restart_store import RestartStore
 from worker_service.runtime.runner import ModelRunner
-from worker_service.runtime.step import Sampling, StepInput, StepOutput
+from worker_service.runtime.step import Sampling, StepInput, StepOutput, nobody_waits
 
 T = TypeVar("T")
 
@@ -201,12 +201,13 @@ class WorkerRuntime:
                 runner.drop_sequences()
                 progress(done, len(plans))
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Executes a step. Raises StateMismatch, with nothing changed, when it disagrees with what is held;
-        RuntimeFailure "out_of_memory" when the device runs out."""
+    def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
+        """Executes a step, and calls `on_launch` before the forward pass.
+
+        Raises StateMismatch, with nothing changed, when it disagrees with what is held; RuntimeFailure "out_of_memory" when the device runs out."""
         device = self._need_device()
         with explains_out_of_memory(device, f"step {step.step_id}", _LOWER_STEP):
-            return self._need_runner().execute(step)
+            return self._need_runner().execute(step, on_launch)
 
     def reset(self, phase: Phase) -> None:
         """Goes back to an earlier phase, and gives back what later ones took."""

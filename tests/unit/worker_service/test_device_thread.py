@@ -160,3 +160,45 @@ async def test_closing_gives_up_on_a_call_that_hangs() -> None:
 async def test_closing_before_the_start_is_harmless() -> None:
     thread: DeviceThread[Log] = DeviceThread(Log, is_fatal=lambda error: False, on_fatal=lambda error: None)
     assert await thread.close(5)
+
+
+async def test_an_outcome_waits_until_the_next_call_has_launched() -> None:
+    """Or for nothing, when there is no next call."""
+    thread = device()
+    order: list[str] = []
+    go = threading.Event()
+
+    def second(log: Log) -> str:
+        order.append("prepares")
+        go.wait(0.2)
+        order.append("computes")
+        thread.launched()
+        go.wait(5)
+        return "second"
+
+    def done(result: object, _error: BaseException | None) -> None:
+        order.append(str(result))
+        go.set()
+
+    hold = threading.Event()
+    thread.post(lambda _log: hold.wait(5) and "first", done, launches=True)
+    thread.post(second, done, launches=True)
+    hold.set()
+    await thread.run(lambda _log: None)
+    assert order == ["prepares", "computes", "first", "second"]
+    alone: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    thread.post(lambda _log: "alone", lambda result, _error: alone.set_result(result), launches=True)
+    assert await asyncio.wait_for(alone, 5) == "alone"
+    await thread.close(5)
+
+
+async def test_a_failure_delivers_what_was_held_back_first() -> None:
+    thread = device()
+    order: list[object] = []
+    hold = threading.Event()
+    thread.post(lambda _log: hold.wait(5) and "first", lambda result, _error: order.append(result), launches=True)
+    thread.post(lambda log: log.fail(ValueError("no")), lambda _result, error: order.append(str(error)), launches=True)
+    hold.set()
+    await thread.run(lambda _log: None)
+    assert order == ["first", "no"]
+    await thread.close(5)
