@@ -4,7 +4,9 @@ Imports no torch.
 """
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from loader.adapters.targets import EMBEDDING, HEAD, Target, TrainedModule, find
 from loader.config import ModelConfig
 from loader.errors import CheckpointError
 from loader.files import open_regular, read_exactly
-from loader.safetensors_format import read_safetensors_file
+from loader.safetensors_format import SafetensorsFile, read_safetensors_file
 from loader.tensors import TensorInfo
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -43,9 +45,32 @@ class Adapter:
     path: Path
     base: ModelConfig
     config: LoraConfig = field(repr=False)
-    weights_file: Path
+    weights: SafetensorsFile = field(repr=False)
     modules: Mapping[str, LoraModule] = field(repr=False)
     full_weights: Mapping[str, TensorInfo] = field(repr=False)
+
+    @property
+    def weights_file(self) -> Path:
+        """The file of its tensors."""
+        return self.weights.path
+
+    @contextmanager
+    def open_weights(self) -> Iterator[int]:
+        """Yields a descriptor of that file. Raises CheckpointError where it is, or comes to be, another than was
+        opened: a trainer may write the next adapter to the same place."""
+        with open_regular(self.weights_file) as (descriptor, status):
+            self._check_unchanged(status)
+            yield descriptor
+            self._check_unchanged(os.fstat(descriptor))
+
+    def _check_unchanged(self, status: os.stat_result) -> None:
+        if (status.st_size, status.st_mtime_ns) != (self.weights.num_bytes, self.weights.mtime_ns):
+            raise CheckpointError(
+                "invalid",
+                f"{self.weights_file} changed after it was opened",
+                "wait until it is written, then load it again",
+                file=self.weights_file,
+            )
 
     @property
     def max_rank(self) -> int:
@@ -83,7 +108,8 @@ def open_adapter(path: Path, base: ModelConfig, *, max_rank: int | None = None) 
         raise _no_module_matches(config, modules)
     _check_ranks(config, targets, max_rank)
     file = _find_weights(path)
-    stored = parse_names(read_safetensors_file(file).tensors)
+    weights = read_safetensors_file(file)
+    stored = parse_names(weights.tensors)
     for info in stored.values():
         if info.dtype not in _DTYPES:
             raise invalid(info, f"is stored as {info.dtype}", "save the adapter in one of these", ", ".join(_DTYPES))
@@ -94,23 +120,28 @@ def open_adapter(path: Path, base: ModelConfig, *, max_rank: int | None = None) 
     }
     full_weights = take_full_weights(file, config, modules, stored)
     refuse_rest(modules, stored)
-    return Adapter(path, base, config, file, found, full_weights)
+    return Adapter(path, base, config, weights, found, full_weights)
 
 
 def adapter_fingerprint(adapter: Adapter) -> str:
     """What names the adapter's content: a hex SHA-256 of the bytes of config and weights.
 
     Reads the whole file of weights. KV blocks computed with one content must never be taken for those of another,
-    whatever the adapters are called. Raises CheckpointError for a file that cannot be read.
+    whatever the adapters are called. Raises CheckpointError for a file that cannot be read or has changed.
     """
+    with adapter.open_weights() as descriptor:
+        return content_fingerprint(adapter.config, descriptor)
+
+
+def content_fingerprint(config: LoraConfig, descriptor: int) -> str:
+    """The same for an open file of weights."""
     digest = hashlib.sha256()
-    digest.update(len(adapter.config.content).to_bytes(8, "little"))
-    digest.update(adapter.config.content)
-    with open_regular(adapter.weights_file) as (descriptor, _):
-        offset = 0
-        while chunk := read_exactly(descriptor, _CHUNK_BYTES, offset):
-            digest.update(chunk)
-            offset += len(chunk)
+    digest.update(len(config.content).to_bytes(8, "little"))
+    digest.update(config.content)
+    offset = 0
+    while chunk := read_exactly(descriptor, _CHUNK_BYTES, offset):
+        digest.update(chunk)
+        offset += len(chunk)
     return digest.hexdigest()
 
 

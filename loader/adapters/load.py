@@ -7,10 +7,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from loader.adapters.adapter import Adapter, adapter_fingerprint
+from loader.adapters.adapter import Adapter, content_fingerprint
 from loader.adapters.parts import FactorPart, factor_parts, full_parts
 from loader.errors import CheckpointError
-from loader.files import open_regular, read_exactly
+from loader.files import read_exactly
 from loader.shares import RankPlace
 from loader.tensors import TensorInfo, WeightSlice
 
@@ -59,8 +59,8 @@ def load_adapter(adapter: Adapter, place: RankPlace) -> LoadedAdapter:
     Raises CheckpointError for a file that is no longer what was opened, ValueError for a size that cannot split the
     base.
     """
-    fingerprint = adapter_fingerprint(adapter)
-    with open_regular(adapter.weights_file) as (descriptor, _):
+    with adapter.open_weights() as descriptor:
+        fingerprint = content_fingerprint(adapter.config, descriptor)
         factors = {part.module.name: _read_factors(descriptor, part) for part in factor_parts(adapter, place)}
         full = {want.name: _read(descriptor, info, want) for info, want in full_parts(adapter, place)}
     return LoadedAdapter(adapter, place, fingerprint, factors, full)

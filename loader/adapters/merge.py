@@ -28,7 +28,8 @@ def merge_adapter(weights: MutableMapping[str, Tensor], loaded: LoadedAdapter) -
             what = f"changes {name} of a base model whose embedding is also its head: merging that"
             raise unsupported(adapter.config.file, what, "apply the adapter at run time instead", name)
     quantisation = adapter.base.quantisation
-    quantised = [name for name in adapter.modules if quantisation is not None and name in quantisation.schemes]
+    changed = (*adapter.modules, *(name.rpartition(".")[0] for name in adapter.full_weights))
+    quantised = [name for name in changed if quantisation is not None and name in quantisation.schemes]
     if quantised:
         what = f"changes {quantised[0]}, whose weight is quantised: merging that"
         raise unsupported(adapter.config.file, what, "apply the adapter at run time instead", quantised[0])

@@ -1,5 +1,6 @@
 """A rank's part of an adapter, against slices of the whole."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from loader.adapters import load
 from loader.adapters.adapter import Adapter, adapter_fingerprint, open_adapter
 from loader.adapters.load import LoadedAdapter, load_adapter
 from loader.adapters.parts import adapter_bytes
@@ -116,12 +118,23 @@ def test_factors_stay_in_the_type_they_are_stored_in(tmp_path: Path, base: Check
     assert loaded.fingerprint == adapter_fingerprint(adapter)
 
 
-def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, base: Checkpoint) -> None:
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_file_that_changes_after_it_was_opened_is_an_error(
+    tmp_path: Path, base: Checkpoint, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     adapter = open_adapter(make_tiny_adapter(tmp_path / "a", base.config), base.config)
-    with adapter.weights_file.open("r+b") as file:
-        file.truncate(adapter.weights_file.stat().st_size - 100)
-    with pytest.raises(CheckpointError, match="became shorter"):
+
+    def change(*_: object) -> str:
+        os.utime(adapter.weights_file, ns=(1, 1))
+        return ""
+
+    if when == "before":
+        change()
+    else:
+        monkeypatch.setattr(load, "content_fingerprint", change)
+    with pytest.raises(CheckpointError, match="changed after it was opened") as caught:
         load_adapter(adapter, RankPlace())
+    assert caught.value.file == adapter.weights_file
 
 
 def test_a_size_that_cannot_split_the_base_is_refused(tmp_path: Path, base: Checkpoint) -> None:
