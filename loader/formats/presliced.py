@@ -25,7 +25,7 @@ from loader.fields import Fields
 from loader.files import read_json_object
 from loader.formats.pieces import join_pieces
 from loader.formats.safetensors import file_facts, read_configs
-from loader.hf_config import DTYPES, read_hf_config
+from loader.hf_config import DTYPES, SUPPORTED_ARCHITECTURES, read_hf_config, unsupported_architecture
 from loader.known_hashes import MANIFEST_NAME
 from loader.safetensors_format import SafetensorsFile, read_safetensors_file
 from loader.sources.remote import is_safe_name
@@ -61,6 +61,8 @@ class PreslicedFormat:
         }
         _check_all_named(stored, manifest)
         config = replace(read_hf_config(path, manifest.dtype), dtype=manifest.dtype)
+        if config.other is not None:
+            raise unsupported_architecture(path / "config.json", config.architecture, SUPPORTED_ARCHITECTURES)
         check_tensors(path, config, tensors)
         return Checkpoint(
             path=path,

@@ -178,10 +178,10 @@ def test_invalid_json_config(tmp_path: Path) -> None:
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
-    make_tiny_llama(tmp_path, config_overrides={"architectures": ["GPT2LMHeadModel"]})
+    make_tiny_llama(tmp_path, config_overrides={"architectures": ["BertForMaskedLM"]})
     error = refused(tmp_path)
     assert error.code == "unsupported"
-    assert error.found == "GPT2LMHeadModel"
+    assert error.found == "BertForMaskedLM"
 
 
 def test_missing_shard(tmp_path: Path) -> None:

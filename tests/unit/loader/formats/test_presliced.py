@@ -230,6 +230,15 @@ def test_a_manifest_that_does_not_fit(
     assert re.search(text, str(error)), str(error)
 
 
+def test_a_config_of_another_kind_of_model(tmp_path: Path, source: Checkpoint) -> None:
+    sliced(source, tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["SomeForCausalLM"]}))
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path / "out")
+    assert (caught.value.code, caught.value.found) == ("unsupported", "SomeForCausalLM")
+
+
 def test_a_rank_file_of_another_slicing(tmp_path: Path, source: Checkpoint) -> None:
     sliced(source, tmp_path / "out")
     sliced(source, tmp_path / "four", 4)
