@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from loader.store.errors import EntryInUse, StoreFull, StoreRefused
+from loader.store.errors import EntryInUse, StoreBusy, StoreFull, StoreRefused
 from loader.store.format import PREFIX_BYTES, Header, decode_header, header_length
 from loader.store.locks import holders, locked, try_lock
 
@@ -225,6 +225,18 @@ class StoreFolder:
             os.close(descriptor)
         name = file_name.removesuffix(ENTRY_SUFFIX).removesuffix(_TEMPORARY_SUFFIX)
         return Entry(name, status.st_size, status.st_mtime, is_whole, header, holders(status))
+
+
+def evict_idle(path: Path) -> None:
+    """Removes what no process has in use from a store; nothing where there is none, or none that can be used."""
+    if not path.exists():
+        return
+    with suppress(StoreRefused, StoreBusy), StoreFolder(path, create=False) as folder:
+        folder.sweep()
+        for entry in folder.entries():
+            if entry.is_whole:
+                with suppress(EntryInUse, OSError):
+                    folder.evict(entry.name)
 
 
 def read_header(descriptor: int) -> Header:

@@ -13,6 +13,7 @@ import click
 from pydantic import BaseModel
 
 from loader.sources.resolve import Resolved, resolve
+from loader.store.folder import default_folder, evict_idle
 from scheduler_service.engine.preflight import check_before_start, wish_of
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import CommandError
@@ -48,14 +49,18 @@ def _serve_found(settings: Settings, found: Resolved, started: float) -> int:
     check_before_start(scheduler.model, replace(wish_of(scheduler), kv_cache_bytes=worker.kv_cache_bytes))
     log_path = _log_dir(supervisor) / f"worker-0.{scheduler.port}.log"
     _say(f"worker 0 logs to {log_path}")
-    return asyncio.run(
-        Supervisor(
-            child_spec("scheduler", "scheduler", scheduler),
-            [child_spec("worker 0", "worker", worker, log_path)],
-            drain_s=scheduler.shutdown_timeout + _SCHEDULER_EXIT_S,
-            report=_say,
-        ).run(lambda: _announce(scheduler, started))
+    supervised = Supervisor(
+        child_spec("scheduler", "scheduler", scheduler),
+        [child_spec("worker 0", "worker", worker, log_path)],
+        drain_s=scheduler.shutdown_timeout + _SCHEDULER_EXIT_S,
+        report=_say,
     )
+    try:
+        return asyncio.run(supervised.run(lambda: _announce(scheduler, started)))
+    finally:
+        if worker.restart_store == "auto":
+            # A worker that was killed left its weights for the next, and there is none.
+            evict_idle(default_folder())
 
 
 def plan(

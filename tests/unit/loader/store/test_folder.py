@@ -11,7 +11,7 @@ import torch
 from loader.errors import LoadCancelled
 from loader.store import locks
 from loader.store.errors import EntryInUse, StoreBusy, StoreFull, StoreRefused
-from loader.store.folder import Limits, StoreFolder, default_folder
+from loader.store.folder import Limits, StoreFolder, default_folder, evict_idle
 from loader.store.mapping import map_entry
 from tests.support.restart_store import HOLD, KEY, key, python_process, some_tensors, write
 
@@ -147,6 +147,20 @@ with StoreFolder(Path(sys.argv[1]), create=True) as folder:
     write_entry(folder, KEY, {"a": torch.ones(99), "b": torch.ones(9)}, model="m", limits=NO_LIMITS,
                 progress=progress)
 """
+
+
+def test_what_is_idle_can_be_evicted_as_a_whole(folder: StoreFolder, tmp_path: Path) -> None:
+    used, _ = fill(folder, "a", "b")
+    (folder.path / "x.1-2.writing").touch()
+    entry = map_entry(folder, used, num_threads=1)
+    assert entry is not None
+    evict_idle(folder.path)
+    assert files(folder) == {f"{used}.weights"}
+    del entry
+    folder.path.chmod(0o755)
+    evict_idle(folder.path)
+    evict_idle(tmp_path / "none")
+    assert files(folder) == {f"{used}.weights"} and not (tmp_path / "none").exists()
 
 
 def test_a_writer_that_is_killed_leaves_nothing_that_counts(folder: StoreFolder) -> None:
