@@ -11,9 +11,11 @@ from loader.files import read_head
 from loader.gguf_format import GgufFile, read_gguf_file
 from loader.gguf_model import gguf_config
 from loader.gguf_names import gguf_tensors
+from loader.gguf_rope import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from loader.tensors import TensorInfo
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf")
+_ROPE_NAMES = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 _MAX_PARTS = 10_000
 
 
@@ -33,7 +35,12 @@ class GgufFormat:
         first = _only_one(path) if path.is_dir() else path
         files = _all_parts(first)
         metadata = {key: value for key, value in files[0].metadata.items() if not key.startswith("split.")}
-        whole = replace(files[0], metadata=metadata, tensors=tuple(t for file in files for t in file.tensors))
+        whole = replace(
+            files[0],
+            path=_with_rope(files).path,
+            metadata=metadata,
+            tensors=tuple(tensor for file in files for tensor in file.tensors),
+        )
         config = gguf_config(whole)
         tensors: dict[str, TensorInfo] = {}
         for file in files:
@@ -63,6 +70,22 @@ def _only_one(folder: Path) -> Path:
     raise CheckpointError(
         "invalid", f"{folder} holds {len(ggufs)} GGUF files: {names}", "pass the path of one of them", file=folder
     )
+
+
+def _with_rope(files: list[GgufFile]) -> GgufFile:
+    """The part with the tensors that belong to the config, which are read from there; the first where none has any.
+
+    Raises CheckpointError where several have some.
+    """
+    found = [file for file in files if any(tensor.name in _ROPE_NAMES for tensor in file.tensors)]
+    if len(found) > 1:
+        raise CheckpointError(
+            "unsupported",
+            f"the rotary factors of {files[0].path.name} lie in {len(found)} of its parts",
+            "join the parts with `llama-gguf-split --merge FIRST-PART OUTPUT.gguf`",
+            file=found[1].path,
+        )
+    return found[0] if found else files[0]
 
 
 def _all_parts(path: Path) -> list[GgufFile]:

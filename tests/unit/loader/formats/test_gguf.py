@@ -1,11 +1,13 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from loader.checkpoint import open_checkpoint
 from loader.errors import CheckpointError
+from loader.gguf_rope import llama3_divisors
 from loader.layout import weight_slices
 from loader.shares import RankPlace
 from loader.weights import load_weights
@@ -74,3 +76,35 @@ def test_parts_of_two_models(tmp_path: Path, parts: list[Path]) -> None:
     make_tiny_gguf(other / "m.gguf", split_max_tensors=8, without=["blk.0.attn_q.weight"])
     shutil.copy(sorted(other.glob("*.gguf"))[0], parts[0])
     assert refused(parts[1]).code == "invalid"
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_rotary_factors_in_a_later_part(tmp_path: Path) -> None:
+    divisors = np.array(llama3_divisors(500000.0, 16, LLAMA3), np.float32)
+    make_tiny_gguf(
+        tmp_path / "m.gguf",
+        metadata={"llama.rope.freq_base": 500000.0},
+        extra_tensors={"rope_freqs.weight": divisors},
+        split_max_tensors=8,
+    )
+    rope = open_checkpoint(tmp_path).config.rope
+    assert (rope.scaling_type, rope.parameters["factor"]) == ("llama3", 8.0)
+
+
+def test_rotary_factors_in_several_parts(tmp_path: Path) -> None:
+    factors = {f"rope_factors_{name}.weight": np.ones(8, np.float32) for name in ("long", "short")}
+    fill = {f"fill{number}": np.ones(8, np.float32) for number in range(8)}
+    first, *others = factors
+    make_tiny_gguf(
+        tmp_path / "m.gguf",
+        extra_tensors={first: factors[first], **fill, others[0]: factors[others[0]]},
+        split_max_tensors=8,
+    )
+    assert "lie in 2 of its parts" in refused(tmp_path).message
