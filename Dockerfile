@@ -18,6 +18,9 @@ COPY worker_service/ worker_service/
 COPY stepwire/ stepwire/
 RUN /opt/stepwire/bin/pip install --no-deps --no-build-isolation . \
     && /opt/stepwire/bin/pip check
+# The compiled kernels, for several levels of CPUs: where the image will run is not known here.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ \
+    && /opt/stepwire/bin/python -m worker_service.kernels.build --levels /opt/stepwire/kernels
 
 
 FROM python:3.11.13-slim-bookworm
@@ -25,7 +28,8 @@ FROM python:3.11.13-slim-bookworm
 RUN useradd --uid 10001 --create-home stepwire
 COPY --from=build /opt/stepwire /opt/stepwire
 ENV PATH=/opt/stepwire/bin:$PATH \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    STEPWIRE_KERNELS=/opt/stepwire/kernels
 USER stepwire
 WORKDIR /home/stepwire
 # Both drain on SIGTERM.

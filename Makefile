@@ -37,7 +37,8 @@ $(VENV)/.project: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 .PHONY: setup
-setup: $(VENV)/.project ## make .venv with everything locked, and fetch the demo model
+setup: $(VENV)/.project ## make .venv with everything locked, compile the kernels, and fetch the demo model
+	@$(BIN)/python -m worker_service.kernels.build >/dev/null
 	@$(BIN)/python scripts/fetch_demo_model.py
 
 .PHONY: demo

@@ -25,7 +25,16 @@ _OTHER_VARIABLES = frozenset(
         CONFIG_VARIABLE,
         *(
             f"STEPWIRE_{name}"
-            for name in ("CACHE", "CACHE_BYTES", "MODEL_DIR", "PEERS", "TARGET", "TEST_FULL", "WORKER_MEMORY")
+            for name in (
+                "CACHE",
+                "CACHE_BYTES",
+                "KERNELS",
+                "MODEL_DIR",
+                "PEERS",
+                "TARGET",
+                "TEST_FULL",
+                "WORKER_MEMORY",
+            )
         ),
     }
 )

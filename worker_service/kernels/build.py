@@ -2,6 +2,9 @@
 
 The library is kept under ${STEPWIRE_CACHE:-~/.cache/stepwire}/kernels, named after all that it depends
 on, so another source, compiler, flag or CPU means another file, and none is ever out of date.
+
+An image, which has no compiler and runs on CPUs that its builder does not know, brings libraries for several levels
+of CPUs in the folder that STEPWIRE_KERNELS names: `python -m worker_service.kernels.build --levels FOLDER`.
 """
 
 import contextlib
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -34,6 +38,17 @@ _TIMEOUT_S = 300.0
 # Features without which torch's own kernels are the better choice.
 _REQUIRED = {"x86_64": frozenset({"avx2", "fma"}), "aarch64": frozenset({"asimd"})}
 
+# Levels of CPUs that libraries are built for ahead, the best first: by machine, the compiler's name for each and the
+# features that it stands for and we use.
+_LEVELS: Mapping[str, Sequence[tuple[str, frozenset[str]]]] = {
+    "x86_64": (
+        ("cooperlake", frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})),
+        ("x86-64-v4", frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})),
+        ("x86-64-v3", frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma"})),
+    ),
+    "aarch64": (("armv8.2-a", frozenset({"asimd", "atomics"})), ("armv8-a", frozenset({"asimd"}))),
+}
+
 _log = structlog.stdlib.get_logger(__name__)
 
 
@@ -43,8 +58,9 @@ class BuildError(Exception):
 
 def library_path() -> Path | None:
     """The library for this machine, built if it is not there yet; None, with a line in the log, when it cannot be."""
+    ahead = os.environ.get("STEPWIRE_KERNELS")
     try:
-        return build()
+        return built_ahead(Path(ahead)) if ahead else build()
     except (BuildError, OSError) as error:
         _log.warning("kernels_unavailable", reason=str(error), consequence="plain torch is used, which is slower")
         return None
@@ -64,6 +80,32 @@ def build() -> Path:
         if not target.exists():
             _compile(compiler, flags, target)
     return target
+
+
+def build_levels(folder: Path) -> list[Path]:
+    """Libraries for all levels of this kind of machine, in `folder`. Raises BuildError."""
+    compiler, levels = _compiler(), _levels()
+    folder.mkdir(parents=True, exist_ok=True)
+    for level, _ in levels:
+        _compile(compiler, (*_FLAGS, f"-march={level}"), folder / f"{level}.so")
+    return [folder / f"{level}.so" for level, _ in levels]
+
+
+def built_ahead(folder: Path) -> Path:
+    """The best library in `folder` that this CPU can run. Raises BuildError."""
+    features = _cpu_features()
+    for level, needed in _levels():
+        path = folder / f"{level}.so"
+        if needed <= features and path.exists():
+            return path
+    raise BuildError(f"{folder} holds no library that this CPU can run")
+
+
+def _levels() -> Sequence[tuple[str, frozenset[str]]]:
+    levels = _LEVELS.get(platform.machine())
+    if levels is None:
+        raise BuildError(f"there are no kernels for {platform.machine()}")
+    return levels
 
 
 def cache_folder() -> Path:
@@ -145,12 +187,16 @@ def _cpu_features() -> frozenset[str]:
     return frozenset()
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Builds, and prints where the library lies; without a compiler says so, and is content."""
+    if arguments[:1] == ["--levels"] and len(arguments) == 2:
+        for path in build_levels(Path(arguments[1])):
+            print(path)  # noqa: T201 - a command's output
+        return 0
     path = library_path()
     print(path if path else "kernels: not built, plain torch will be used")  # noqa: T201 - a command's output
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

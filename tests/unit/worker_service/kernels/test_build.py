@@ -91,3 +91,25 @@ def test_structures_are_as_long_as_the_headers_say() -> None:
     sizes = {abi.Layer: 16 * 8 + 8, abi.Model: 16 * 4 + 5 * 8, abi.Batch: 8 + 4 * 8, abi.Head: 5 * 8}
     for structure, size in sizes.items():
         assert abi.ctypes.sizeof(structure) == size
+
+
+@pytest.mark.parametrize(
+    ("features", "level"),
+    [
+        ("avx2 fma bmi1 bmi2 f16c", "x86-64-v3"),
+        ("avx2 fma bmi1 bmi2 f16c avx512f avx512bw avx512cd avx512dq avx512vl", "x86-64-v4"),
+        ("avx2 avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16 avx512_vnni", "cooperlake"),
+        ("sse2", None),
+    ],
+)
+@pytest.mark.usefixtures("compiler")
+def test_an_image_brings_a_library_for_each_level(
+    features: str, level: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_cpu_features", lambda: frozenset(features.split()))
+    assert build.main(["--levels", str(tmp_path / "kernels")]) == 0
+    monkeypatch.setenv("STEPWIRE_KERNELS", str(tmp_path / "kernels"))
+    monkeypatch.setenv("CXX", "no compiler")
+    path = build.library_path()
+    assert path == (None if level is None else tmp_path / "kernels" / f"{level}.so")
