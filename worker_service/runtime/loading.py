@@ -13,7 +13,7 @@ from loader.layout import weight_slices
 from loader.quantised.load import load_rank
 from loader.quantised.roundings import Rounding
 from loader.shares import RankPlace
-from loader.store.key import content_of
+from loader.store.key import EntryKey, content_of
 from loader.weights import bytes_to_read
 from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.report import LoadPhase
@@ -112,12 +112,16 @@ def _mapped(engine: Engine, job: LoadJob, store: RestartStore, phases: LoadPhase
     is_on_host = job.device.type == "cpu"
     phases.enter("map")
     rounding = job.rounding or "none"
-    key = entry_key(job.checkpoint, job.place, job.device, dtype=job.dtype, rounding=rounding, layout=engine.layout)
+    try:
+        key = entry_key(job.checkpoint, job.place, job.device, dtype=job.dtype, rounding=rounding, layout=engine.layout)
+    except OSError:
+        # A file is gone, and reading says which.
+        return _packed(engine, job, phases), False
     tensors = store.look_up(key, phases.advance)
     if tensors is not None:
         return tensors, is_on_host
     packed = _packed(engine, job, phases)
-    if content_of(job.checkpoint) != key.content:
+    if not _is_unchanged(job.checkpoint, key):
         # Files that were changed while they were read may have given some of the old and some of the new.
         return packed, False
     count = len(packed)
@@ -132,6 +136,13 @@ def _mapped(engine: Engine, job: LoadJob, store: RestartStore, phases: LoadPhase
         if tensors is not None:
             return tensors, True
     return _packed(engine, job, phases), False
+
+
+def _is_unchanged(checkpoint: Checkpoint, key: EntryKey) -> bool:
+    try:
+        return content_of(checkpoint) == key.content
+    except OSError:
+        return False
 
 
 def _packed(engine: Engine, job: LoadJob, phases: LoadPhases) -> Tensors:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loader.checkpoint import open_checkpoint
-from loader.errors import LoadCancelled
+from loader.errors import CheckpointError, LoadCancelled
 from loader.layout import weight_slices
 from loader.shares import RankPlace
 from loader.store.folder import StoreFolder
@@ -177,6 +177,30 @@ def test_weights_that_change_while_they_are_read_are_not_kept(
     _, held, phases = load(job(path), store)
     assert names(phases) == ["inspect", "map", "read", "pack", "attach"] and held.mapped_bytes == 0
     assert entries(tmp_path) == []
+
+
+def test_weights_that_are_gone_are_named_by_the_reader(tmp_path: Path, store: RestartStore) -> None:
+    path = make_tiny_llama(tmp_path / "a")
+    wanted = job(path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError) as failed:
+        load(wanted, store)
+    assert (failed.value.code, failed.value.file) == ("not_found", path / "model.safetensors")
+
+
+def test_weights_that_go_while_they_are_packed_are_not_kept(
+    tmp_path: Path, store: RestartStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny_llama(tmp_path / "a")
+    pack = PackingEngine.pack
+
+    def unlink_and_pack(self: PackingEngine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        (path / "model.safetensors").unlink()
+        return pack(self, tensors)
+
+    monkeypatch.setattr(PackingEngine, "pack", unlink_and_pack)
+    _, held, _ = load(job(path), store)
+    assert held.mapped_bytes == 0 and entries(tmp_path) == []
 
 
 def test_a_damaged_entry_is_dropped_said_once_and_read_anew(
