@@ -190,8 +190,8 @@ def _cpu_features() -> frozenset[str]:
 def main(arguments: Sequence[str]) -> int:
     """Builds, and prints where the library lies; without a compiler says so, and is content."""
     if arguments[:1] == ["--levels"] and len(arguments) == 2:
-        for path in build_levels(Path(arguments[1])):
-            print(path)  # noqa: T201 - a command's output
+        for built in build_levels(Path(arguments[1])):
+            print(built)  # noqa: T201 - a command's output
         return 0
     path = library_path()
     print(path if path else "kernels: not built, plain torch will be used")  # noqa: T201 - a command's output
