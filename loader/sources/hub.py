@@ -96,10 +96,10 @@ def hub_model(wanted: HubId) -> tuple[RemoteModel, str]:
             sha256 = sha256_or_none(sibling.lfs.sha256) if sibling.lfs else None
             found[sibling.rfilename] = RemoteFile(sibling.rfilename, sibling.size, "", sha256)
     url = wanted.url(commit)
-    return RemoteModel(url, wanted.repo.rpartition("/")[2], _choose(wanted, url, found, reader), reader), commit
+    return RemoteModel(url, wanted.repo.rpartition("/")[2], _choose(wanted, found, reader), reader), commit
 
 
-def _choose(wanted: HubId, url: str, found: dict[str, RemoteFile], reader: HttpReader) -> list[RemoteFile]:
+def _choose(wanted: HubId, found: dict[str, RemoteFile], reader: HttpReader) -> list[RemoteFile]:
     if wanted.file is not None:
         if wanted.file not in found or not is_safe_name(wanted.file):
             raise CheckpointError("not_found", f"{wanted.repo} has no file {wanted.file}", "check the name")
@@ -107,11 +107,11 @@ def _choose(wanted: HubId, url: str, found: dict[str, RemoteFile], reader: HttpR
 
     def find(name: str) -> RemoteFile:
         if name not in found:
-            raise CheckpointError("not_found", f"{url} lacks {name}, which its index names", "tell its publisher")
+            raise CheckpointError("not_found", f"{wanted} lacks {name}, which its index names", "tell its publisher")
         return found[name]
 
     try:
-        return choose_files(url, found, lambda file: read_small_remote(reader, file), find=find)
+        return choose_files(wanted.repo, found, lambda file: read_small_remote(reader, file), find=find)
     except OSError as error:
         raise _unreachable(wanted, error) from error
 

@@ -54,8 +54,10 @@ def test_one_gguf_of_several(hub: FileServer) -> None:
     hub.publish("org/quants", {"a.gguf": b"GGUFa", "b.gguf": b"GGUFb", "README.md": b""})
     model, _ = hub_model(HubId("org/quants", "main", "b.gguf"))
     assert [file.name for file in model.files] == ["b.gguf"]
-    with pytest.raises(CheckpointError, match="name one of them"):
+    with pytest.raises(CheckpointError, match="name one of them") as caught:
         hub_model(HubId("org/quants"))
+    suggested = caught.value.remedy.rpartition(" ")[2]
+    assert HubId.parse(suggested) == HubId("org/quants", "main", "a.gguf")
     with pytest.raises(CheckpointError, match=r"has no file c\.gguf"):
         hub_model(HubId("org/quants", "main", "c.gguf"))
 
