@@ -218,7 +218,7 @@ class ModelCache:
         sums = download(model, folder, Watch(asking.progress, asking.cancelled, asking.pause_s))
         if asking.cancelled():
             raise LoadCancelled
-        only_gguf = len(model.files) == 1 and model.files[0].name.endswith(".gguf")
+        only_gguf = all(file.name.endswith(".gguf") for file in model.files)
         record = {
             "url": model.url,
             "path": f"{model.label}/{model.files[0].name}" if only_gguf else model.label,

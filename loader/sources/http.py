@@ -14,6 +14,7 @@ from loader.sources.remote import (
     RemoteFile,
     RemoteModel,
     choose_files,
+    gguf_names,
     last_part,
     read_small_remote,
 )
@@ -122,14 +123,16 @@ def http_model(url: str) -> RemoteModel:
     try:
         if clean.endswith(".gguf"):
             base, _, name = clean.rpartition("/")
-            file = HttpReader(base, query=query).find(name)
-            if file is None:
-                raise CheckpointError("not_found", f"{clean} does not exist", "check the address")
-            return RemoteModel(clean, last_part(clean), [file], HttpReader(base, query=query))
+            reader = HttpReader(base, query=query)
+            parts_of = [_present(reader, part, "check the address") for part in gguf_names(name)]
+            return RemoteModel(clean, last_part(clean), parts_of, reader)
         reader = HttpReader(clean, query=query)
         found = {file.name: file for file in map(reader.find, _USUAL_NAMES) if file is not None}
         files = choose_files(
-            clean, found, lambda file: read_small_remote(reader, file), find=lambda name: _present(reader, name)
+            clean,
+            found,
+            lambda file: read_small_remote(reader, file),
+            find=lambda name: _present(reader, name, "check the source: its index names it"),
         )
     except OSError as error:
         raise CheckpointError(
@@ -138,12 +141,10 @@ def http_model(url: str) -> RemoteModel:
     return RemoteModel(clean, last_part(clean), files, reader)
 
 
-def _present(reader: HttpReader, name: str) -> RemoteFile:
+def _present(reader: HttpReader, name: str, remedy: str) -> RemoteFile:
     file = reader.find(name)
     if file is None:
-        raise CheckpointError(
-            "not_found", f"{reader.base}/{name} does not exist", "check the source: its index names it"
-        )
+        raise CheckpointError("not_found", f"{reader.base}/{name} does not exist", remedy)
     return file
 
 

@@ -14,7 +14,15 @@ from urllib.parse import quote
 from loader.errors import CheckpointError
 from loader.files import read_json_object
 from loader.sources.http import HttpReader
-from loader.sources.remote import RemoteFile, RemoteModel, choose_files, is_safe_name, read_small_remote, sha256_or_none
+from loader.sources.remote import (
+    RemoteFile,
+    RemoteModel,
+    choose_files,
+    gguf_names,
+    is_safe_name,
+    read_small_remote,
+    sha256_or_none,
+)
 
 TIMEOUT_S = 30.0
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
@@ -101,9 +109,11 @@ def hub_model(wanted: HubId) -> tuple[RemoteModel, str]:
 
 def _choose(wanted: HubId, found: dict[str, RemoteFile], reader: HttpReader) -> list[RemoteFile]:
     if wanted.file is not None:
-        if wanted.file not in found or not is_safe_name(wanted.file):
-            raise CheckpointError("not_found", f"{wanted.repo} has no file {wanted.file}", "check the name")
-        return [found[wanted.file]]
+        names = gguf_names(wanted.file)
+        missing = [name for name in names if name not in found or not is_safe_name(name)]
+        if missing:
+            raise CheckpointError("not_found", f"{wanted.repo} has no file {missing[0]}", "check the name")
+        return [found[name] for name in names]
 
     def find(name: str) -> RemoteFile:
         if name not in found:
@@ -124,14 +134,15 @@ def hub_snapshot(wanted: HubId, revision: str, files: Sequence[RemoteFile] | Non
     """
     from huggingface_hub import try_to_load_from_cache
 
-    for name in (wanted.file,) if wanted.file else ("config.json", "model.safetensors.index.json", "model.safetensors"):
+    ggufs = gguf_names(wanted.file) if wanted.file else []
+    for name in ggufs[:1] or ("config.json", "model.safetensors.index.json", "model.safetensors"):
         found = try_to_load_from_cache(wanted.repo, name, revision=revision)
         if isinstance(found, str):
             break
     else:
         return None
     if wanted.file:
-        return Path(found)
+        return Path(found) if all(Path(found).with_name(Path(name).name).exists() for name in ggufs) else None
     folder = Path(found).parent
     if files is not None:
         needed = (file for file in files if file.name in _NEEDED or file.name.endswith(_NEEDED_SUFFIXES))

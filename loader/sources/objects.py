@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loader.errors import CheckpointError
-from loader.sources.remote import MAX_FILES, RemoteFile, RemoteModel, choose_files, last_part, read_small_remote
+from loader.sources.remote import (
+    MAX_FILES,
+    RemoteFile,
+    RemoteModel,
+    choose_files,
+    gguf_names,
+    last_part,
+    read_small_remote,
+)
 
 CHUNK_BYTES = 8 << 20
 # These read through other URLs, which a name must not lead to.
@@ -58,8 +66,8 @@ def object_model(url: str) -> RemoteModel:
         with _as_os_error():
             if path.endswith(".gguf"):
                 root, _, name = path.rpartition("/")
-                file = _remote_file(name, system.info(path))
-                return RemoteModel(url, last_part(url), [file], ObjectReader(system, root))
+                parts = [_remote_file(part, system.info(f"{root}/{part}")) for part in gguf_names(name)]
+                return RemoteModel(url, last_part(url), parts, ObjectReader(system, root))
             entries = system.ls(path, detail=True)
     except FileNotFoundError as error:
         raise CheckpointError("not_found", f"{url} does not exist", "check the address") from error

@@ -104,7 +104,9 @@ def choose_files(
     chosen = {
         name: file
         for name, file in safe.items()
-        if any(fnmatchcase(name, pattern) for pattern in SMALL_NAMES) and file.num_bytes <= MAX_INDEX_BYTES
+        if "/" not in name
+        and file.num_bytes <= MAX_INDEX_BYTES
+        and any(fnmatchcase(name, pattern) for pattern in SMALL_NAMES)
     }
     for name in _weight_names(url, safe, read):
         chosen[name] = safe[name] if name in safe else find(name)
@@ -172,6 +174,15 @@ def _checked_names(where: str, values: Iterable[object]) -> list[str]:
     if not names or len(names) > MAX_FILES:
         raise CheckpointError("invalid", f"{where} names {len(names)} files", f"it must name 1 to {MAX_FILES}")
     return sorted(names)
+
+
+def gguf_names(name: str) -> list[str]:
+    """The GGUF file of that name, or all parts of what it is a part of, the first one first."""
+    match = _SPLIT_GGUF.fullmatch(name)
+    total = int(match["total"]) if match else 1
+    if match is None or not 1 < total <= MAX_FILES:
+        return [name]
+    return [f"{match['stem']}-{number:05}-of-{total:05}.gguf" for number in range(1, total + 1)]
 
 
 def _gguf_set(name: str) -> str:

@@ -5,7 +5,7 @@ import pytest
 
 from loader.errors import CheckpointError
 from loader.sources import remote
-from loader.sources.remote import RemoteFile, choose_files, is_safe_name, last_part, read_small_remote
+from loader.sources.remote import RemoteFile, choose_files, gguf_names, is_safe_name, last_part, read_small_remote
 
 
 def choose(names: list[str], contents: dict[str, object] | None = None) -> list[str]:
@@ -23,7 +23,15 @@ INDEX = "model.safetensors.index.json"
 
 def test_one_file_and_what_goes_with_it() -> None:
     wanted = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
-    unwanted = ["model.py", "pytorch_model.bin", "README.md", "consolidated.safetensors", "x.pt", "tokenizer.py"]
+    unwanted = [
+        "model.py",
+        "pytorch_model.bin",
+        "README.md",
+        "consolidated.safetensors",
+        "x.pt",
+        "tokenizer.py",
+        "sub/x.json",
+    ]
     assert choose(wanted + unwanted) == wanted
 
 
@@ -47,6 +55,13 @@ def test_a_sliced_checkpoint() -> None:
 def test_one_gguf_in_parts() -> None:
     names = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
     assert choose([*names, "config.json"]) == ["config.json", *names]
+
+
+def test_the_parts_of_a_gguf() -> None:
+    assert gguf_names("sub/m.gguf") == ["sub/m.gguf"]
+    parts = [f"sub/m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    assert gguf_names(parts[0]) == gguf_names(parts[2]) == parts
+    assert gguf_names("m-00001-of-99999.gguf") == ["m-00001-of-99999.gguf"]
 
 
 def test_several_ggufs() -> None:

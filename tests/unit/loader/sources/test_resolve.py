@@ -13,6 +13,7 @@ from loader.sources.cache import Asking, ModelCache
 from loader.sources.resolve import configured_cache, resolve
 from tests.support.file_server import COMMIT, FileServer, keep_snapshot
 from tests.support.tiny_checkpoint import make_tiny_llama
+from tests.support.tiny_gguf import make_tiny_gguf
 
 
 def silent(text: str) -> None:
@@ -123,6 +124,37 @@ def test_huggingface_hub_2543_a_lock_left_behind(
     finally:
         for lock in held:
             lock.release()
+
+
+@pytest.mark.parametrize("source", ["http", "memory", "hub", "the Hub's own cache"])
+def test_all_parts_of_a_gguf_come_with_one(
+    tmp_path: Path, cache: ModelCache, asking: Asking, hub: FileServer, hub_cache: Path, source: str
+) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    make_tiny_gguf(folder / "m.gguf", split_max_tensors=8)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    part = max(files)
+    system = fsspec.filesystem("memory")
+    for name, data in files.items():
+        system.pipe_file(f"/q/{name}", data)
+    hub.files |= {f"/q/{name}": data for name, data in files.items()}
+    hub.publish("org/quants", {f"Q4/{name}": data for name, data in files.items()})
+    if source == "the Hub's own cache":
+        keep_snapshot(hub_cache, "org/here", files)
+    url = {
+        "http": f"{hub.url}/q/{part}",
+        "memory": f"memory://q/{part}",
+        "hub": f"org/quants/Q4/{part}",
+        "the Hub's own cache": f"org/here/{part}@{COMMIT}",
+    }[source]
+    try:
+        path = place(url, cache, asking)
+    finally:
+        system.store.clear()
+        system.pseudo_dirs[:] = [""]
+    assert path.name == min(files)
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == files
 
 
 @pytest.mark.parametrize("limit", ["many", "-1", "1.5", "¹"])
