@@ -10,6 +10,7 @@ from typing import IO, Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from loader.errors import CheckpointError
+from loader.known_hashes import MANIFEST_NAME
 from loader.sources.remote import (
     RemoteFile,
     RemoteModel,
@@ -25,7 +26,7 @@ _USUAL_NAMES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
     *("quantize_config.json", "adapter_config.json", "SHA256SUMS", "model.safetensors.index.json", "model.safetensors"),
-    *("adapter_model.safetensors",),
+    *("adapter_model.safetensors", MANIFEST_NAME),
 )
 _GONE = (404, 410)
 _REFUSED = (401, 403)

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from loader.errors import CheckpointError
 from loader.files import parse_json
+from loader.known_hashes import MANIFEST_NAME
 
 MAX_FILES = 10_000
 MAX_INDEX_BYTES = 64 << 20
-MANIFEST_NAME = "stepwire.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 # Small files by their names; weights are chosen apart. Code and pickles are never among them.
 SMALL_NAMES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "SHA256SUMS", "*.sha256")

@@ -9,6 +9,7 @@ from filelock import SoftFileLock
 
 from loader.checkpoint import open_checkpoint
 from loader.errors import CheckpointError
+from loader.formats.slicing import Split, slice_checkpoint
 from loader.sources.cache import Asking, ModelCache
 from loader.sources.resolve import configured_cache, resolve
 from tests.support.file_server import COMMIT, FileServer, keep_snapshot
@@ -124,6 +125,16 @@ def test_huggingface_hub_2543_a_lock_left_behind(
     finally:
         for lock in held:
             lock.release()
+
+
+def test_a_sliced_checkpoint_from_a_server(
+    tmp_path: Path, cache: ModelCache, asking: Asking, server: FileServer
+) -> None:
+    source, out = open_checkpoint(make_tiny_llama(tmp_path / "m")), tmp_path / "out"
+    slice_checkpoint(source, out, Split(2), progress=lambda done, total: None, cancelled=lambda: False)
+    server.files = {f"/out/{path.name}": path.read_bytes() for path in out.iterdir()}
+    path = place(f"{server.url}/out", cache, asking)
+    assert open_checkpoint(path).fingerprint == open_checkpoint(out).fingerprint
 
 
 @pytest.mark.parametrize("source", ["http", "memory", "hub", "the Hub's own cache"])
