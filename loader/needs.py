@@ -9,13 +9,12 @@ from loader.checkpoint import Checkpoint
 from loader.config import ModelConfig
 from loader.layout import Embedding, Linear, parameters, weight_slices
 from loader.quantised.roundings import Rounding, is_rounded, rounded_bytes
+from loader.reading.tuning import READ_BUFFER_BYTES
 from loader.safetensors_format import DTYPE_BITS
 from loader.shares import RankPlace, grouped_share, stage_layers
 from loader.tensors import WeightSlice
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# The reader's few chunks in flight, each of a few MiB before and after it is decoded.
-READ_BUFFER_BYTES = 64 << 20
 # Products of the same input are joined into one.
 _JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
@@ -111,9 +110,9 @@ def _loading_bytes(checkpoint: Checkpoint, place: RankPlace, sizes: Mapping[str,
     """What loading takes beside what is held at its end, and beside the reader's buffers.
 
     Quantised weights wait as they are stored until all parts of them are read, and one at a time is packed, from what
-    was read of it.
+    was read of it. While one is rounded, others are read ahead.
     """
-    read, stored, held = [0], 0, 0
+    read, stored, held, ahead = [0], 0, 0, 0
     for part in parameters(checkpoint.config, place):
         if not isinstance(part, Linear):
             continue
@@ -126,7 +125,10 @@ def _loading_bytes(checkpoint: Checkpoint, place: RankPlace, sizes: Mapping[str,
             read.append(num_stored + num_bytes)
         elif num_bytes != whole:
             read.append(whole)
-    return max(_placing_bytes(sizes.items()), max(read) + max(0, stored - held))
+            ahead = READ_BUFFER_BYTES
+    # What is read ahead is as much again as the largest.
+    beside = max(read) + max(0, stored - held) + (max(read) + ahead if ahead else 0)
+    return max(_placing_bytes(sizes.items()), beside)
 
 
 def _stored_bytes(checkpoint: Checkpoint, want: WeightSlice) -> int:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from loader.checkpoint import Checkpoint
 from loader.errors import LoadCancelled
-from loader.reading.reader import READ_BUFFER_BYTES, Reader
+from loader.reading.reader import Reader
 from loader.reading.report import LoadReport
 from loader.reading.results import Allocate, plan_results
+from loader.reading.tuning import READ_BUFFER_BYTES
 from loader.tensors import WeightSlice
 from loader.tied import check_tied_head
 

@@ -8,11 +8,8 @@ from loader.dequantise import dequantise
 from loader.errors import CheckpointError
 from loader.reading.extents import Fragment
 from loader.reading.results import STORED_DTYPES, Source
+from loader.reading.tuning import DECODE_VALUES as _STEP_VALUES
 from loader.tensors import TensorInfo
-
-# 2^18 float32 values stay in a core's cache. A decoder has four such tensors at a time at most.
-_STEP_VALUES = 1 << 18
-DECODE_BYTES = 4 * 4 * _STEP_VALUES
 
 
 def place(fragment: Fragment, raw: Tensor, target: Tensor) -> None:

@@ -10,16 +10,14 @@ from types import TracebackType
 
 import torch
 
-from loader.reading.decode import DECODE_BYTES, place
+from loader.reading.decode import place
 from loader.reading.extents import PAGE_BYTES, Extent, Fragment, extents, least_room
 from loader.reading.files import DataFile, Memory, Straight
 from loader.reading.report import LoadReport
 from loader.reading.results import Allocate, Result
 from loader.reading.staging import Staging, staging_for
-from loader.reading.tuning import MAX_THREADS, Method, Tuner, most_buffer_bytes
+from loader.reading.tuning import MAX_THREADS, READ_BUFFER_BYTES, Method, Tuner
 
-# The read buffers of all threads, and what they decode with: what the reads of a load may take.
-READ_BUFFER_BYTES = most_buffer_bytes() + MAX_THREADS * DECODE_BYTES
 _POLL_SECONDS = 0.1
 
 

@@ -17,6 +17,9 @@ _CLEAR_GAIN = 0.1
 _IN_FLIGHT_BYTES = 32 << 20
 _MAX_READ_BYTES = 16 << 20
 _CACHED_READ_BYTES = 4 << 20
+# 2^18 float32 values stay in a core's cache. A decoder has four such tensors at a time at most.
+DECODE_VALUES = 1 << 18
+_DECODE_BYTES = 4 * 4 * DECODE_VALUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,10 @@ class Setting:
 def most_buffer_bytes() -> int:
     """What the buffers of all threads have at most, when each has grown to the largest reads that it made."""
     return sum(Setting("direct", number + 1).read_bytes for number in range(MAX_THREADS))
+
+
+# The read buffers of all threads, and what they decode with: what the reads of a load may take.
+READ_BUFFER_BYTES = most_buffer_bytes() + MAX_THREADS * _DECODE_BYTES
 
 
 class Tuner:
