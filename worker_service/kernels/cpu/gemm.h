@@ -1,7 +1,6 @@
 // y = x * W^T for a weight that was packed once: [columns / 32][k / depth][32][depth], see tile.h.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "pool.h"
@@ -23,8 +22,8 @@ inline ptrdiff_t padded(ptrdiff_t size) { return ((size + 31) / 32 | 1) * 32; }
 
 // Twelve rows and one panel need 24 accumulators; two registers of columns and one of a row remain.
 constexpr int kTileRows = 12;
-// Rows of x that stay in a core's second-level cache while panels go by.
-constexpr int kRowBytes = 256 * 1024;
+// Rows of x that a panel goes over while it is in the cache; few enough that these are there as well.
+constexpr int kRowsAtOnce = 256;
 
 // How far ahead a tile asks memory for its own panel, and from how many rows on: with fewer there is
 // little to do but to read, and the processor keeps up best by itself.
@@ -54,8 +53,7 @@ __attribute__((noinline)) void multiply_panel(const T* x, ptrdiff_t stride, cons
 template <class T, class Done>
 void gemm(Pool& pool, Rows<const T> x, int num_rows, const T* weight, int depth, int num_panels, Done&& done) {
   const int steps = depth / Product<T>::depth;
-  const int most = std::max(kTileRows, kRowBytes / (depth * (int)sizeof(T)));
-  const int row_blocks = (num_rows + most - 1) / most;
+  const int row_blocks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
   pool.split(row_blocks * num_panels, [&](int begin, int end) {
     alignas(64) float sums[kTileRows][kPanel];
     for (int i = begin; i < end; ++i) {
