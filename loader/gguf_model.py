@@ -13,7 +13,7 @@ from loader.fields import Fields
 from loader.gguf_format import GgufFile
 from loader.gguf_names import UNQUANTISED
 from loader.gguf_rope import read_local_rope, read_rope, shortest
-from loader.hf_config import check_heads, head_dim, unsupported_architecture
+from loader.hf_config import check_experts, check_heads, head_dim, unsupported_architecture
 
 # GGUF calls Mistral a llama, and tells neither from the other; a llama with experts is a Mixtral.
 _ARCHITECTURES = {
@@ -143,13 +143,14 @@ def _experts(config: ModelConfig, values: Fields, family: Family) -> ExpertsConf
     if family.experts is None:
         return None
     count = values.integer("expert_count", (1, 1 << 14))
-    return ExpertsConfig(
+    experts = ExpertsConfig(
         count,
         values.integer("expert_used_count", (1, count)),
         values.integer("expert_feed_forward_length", fields.INTERMEDIATE_BOUNDS, config.intermediate_size),
         normalised=True,  # in llama.cpp, for both architectures
         layers=tuple(range(config.num_layers)),
     )
+    return check_experts(values, "expert_count", experts)
 
 
 def _head_dim(values: Fields, hidden_size: int, num_heads: int) -> int:

@@ -20,6 +20,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 _EXPERT_BOUNDS = (1, 1 << 14)
+_MAX_EXPERTS = 1 << 17
 _QUANTISED = ("quantization_config", "compression_config")
 
 
@@ -195,13 +196,24 @@ def _experts(values: Fields, family: Family, num_layers: int) -> ExpertsConfig |
     if kind.may_skip_layers:
         step = values.integer("decoder_sparse_step", fields.LAYER_BOUNDS, 1)
         dense = frozenset(_layer_numbers(values, "mlp_only_layers", num_layers))
-    return ExpertsConfig(
+    experts = ExpertsConfig(
         num_experts,
         values.integer("num_experts_per_tok", (1, num_experts), kind.num_chosen),
         values.integer(kind.size_field, fields.INTERMEDIATE_BOUNDS, kind.intermediate_size),
         values.boolean("norm_topk_prob", default=False) if kind.normalised is None else kind.normalised,
         tuple(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0),
     )
+    return check_experts(values, name, experts)
+
+
+def check_experts(values: Fields, name: str, experts: ExpertsConfig) -> ExpertsConfig:
+    """`experts`, when all layers together have no more of them than can be looked for; `name` is the field's of their
+    number."""
+    most = _MAX_EXPERTS // max(1, len(experts.layers))
+    if experts.num_experts > most:
+        found = str(experts.num_experts)
+        raise values.error(name, f"is {found} in each of {len(experts.layers)} layers", f"at most {most}", found)
+    return experts
 
 
 def _layer_numbers(values: Fields, name: str, num_layers: int) -> list[int]:

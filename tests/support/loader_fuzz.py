@@ -33,11 +33,11 @@ from loader.weights import WeightSlice, load_weights
 from tests.support.mutations import GgufParts, damaged_bytes, damaged_json
 from tests.support.slow_reader import read_slowly
 from tests.support.tiny_adapter import EMBEDDING, PREFIX, adapter_tensors, layer_modules, write_adapter
-from tests.support.tiny_checkpoint import make_tiny_llama
+from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from tests.support.tiny_gguf import gguf_name, make_tiny_gguf
 from tests.support.tiny_trtllm import make_tiny_trtllm
 
-KINDS = ("shards", "config", "tokenizer", "gguf", "sentencepiece", "adapter", "presliced", "tensorrt-llm")
+KINDS = ("shards", "config", "families", "tokenizer", "gguf", "sentencepiece", "adapter", "presliced", "tensorrt-llm")
 _RANK_KINDS = ("presliced", "tensorrt-llm")
 _GGUF_KINDS = ("gguf", "sentencepiece")
 MAX_CASE_S = 3.0
@@ -103,6 +103,29 @@ def _damaged_safetensors(rng: random.Random, data: bytes) -> bytes:
     header = damaged_json(rng, data[8:header_end])
     length = len(header) + (rng.choice((-1, 1, 8, 1 << 20, 1 << 60)) if rng.random() < 0.1 else 0)
     return (length % (1 << 64)).to_bytes(8, "little") + header + data[header_end:]
+
+
+def _families(kind: str, folder: Path) -> tuple[Path, Damage]:
+    """The config of a Gemma 3 over its weights or, in half the cases, one of another family over these."""
+    del kind
+    sizes = {"num_layers": 1, "hidden_size": 16, "heads": 2, "kv_heads": 1, "intermediate_size": 32}
+    make_tiny_llama(folder, **sizes, config_overrides=TINY_FAMILIES["gemma3"])
+    longrope = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+    changes = {
+        **{name: dict(config) for name, config in TINY_FAMILIES.items()},
+        "phi3": {**TINY_FAMILIES["phi3"], "partial_rotary_factor": 0.5, "rope_scaling": longrope},
+        "other": {"architectures": ["SomeForCausalLM"], "model_type": "some", "multi_query": True},
+    }
+    others = [
+        (make_tiny_llama(_base_of(folder) / name, **sizes, config_overrides=change) / "config.json").read_bytes()
+        for name, change in changes.items()
+    ]
+    own = (folder / "config.json").read_bytes()
+
+    def damage(rng: random.Random) -> Mapping[str, bytes]:
+        return {"config.json": damaged_json(rng, own if rng.random() < 0.5 else rng.choice(others))}
+
+    return folder, damage
 
 
 def _gguf(kind: str, folder: Path) -> tuple[Path, Damage]:
@@ -197,7 +220,7 @@ def _load(path: Path, kind: str) -> Checkpoint | LoadedAdapter | None:
         for text in _TEXTS:
             tokenizer.decode(tokenizer.encode(text).ids)
         wanted = [WeightSlice(name, info.shape) for name, info in checkpoint.tensors.items()]
-        if kind in ("config", "tokenizer"):
+        if kind in ("config", "families", "tokenizer"):
             wanted = wanted[:2]  # their values do not depend on what was damaged
         loaded = load_weights(checkpoint, wanted, dtype=torch.float32, progress=lambda _: None, cancelled=lambda: False)
     except CheckpointError as error:
@@ -259,6 +282,7 @@ _MAKERS = {
     **dict.fromkeys(_GGUF_KINDS, _gguf),
     **dict.fromkeys(_RANK_KINDS, _ranks),
     "adapter": _adapter,
+    "families": _families,
 }
 
 

@@ -57,6 +57,8 @@ class TransformersModel:
         self.windows: list[int | None] = [None] * config.num_layers
         self.scores = [Scores(config.head_dim**-0.5)] * config.num_layers
         self._class, self._hf_config = _definition(config)
+        with self._names_what_fails():
+            self._check_config()
         self._base: Callable[..., Any] = _not_placed
         self._head: PreTrainedModel | None = None
         self._computed = _Computed()
@@ -137,7 +139,6 @@ class TransformersModel:
         attention.counts = (len(tokens),)
         asked = recorded(attention)
         self._forward(tokens, torch.arange(len(tokens), device=model.device), asked)
-        self._check_config()
         first = check_calls(asked.calls, self.config.num_layers)
         self.config = replace(self.config, head_dim=first.query_shape[-1])
         self.num_kv_heads = first.key_shape[1]

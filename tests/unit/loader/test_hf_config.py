@@ -168,6 +168,113 @@ def assert_details_equal(ours: ModelConfig, theirs: Any) -> None:
         assert ours.experts.layers == (0, 1)
 
 
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (0, 1, 2, 3)),
+        ({"decoder_sparse_step": 2}, (1, 3)),
+        ({"mlp_only_layers": [0, 3]}, (1, 2)),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, ()),
+    ],
+)
+def test_layers_with_experts(tmp_path: Path, changes: dict[str, Any], expected: tuple[int, ...]) -> None:
+    experts = read(tmp_path, num_hidden_layers=4, **MOE, **changes).experts
+    assert experts is not None
+    assert experts.layers == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_experts": 0},
+        {"num_experts_per_tok": 9},
+        {"mlp_only_layers": [2]},
+        {"mlp_only_layers": [True]},
+        {"mlp_only_layers": 1},
+        {"decoder_sparse_step": 0},
+        {"moe_intermediate_size": 0},
+        {"norm_topk_prob": 1},
+        {"num_experts": 16384, "num_hidden_layers": 4096},
+    ],
+)
+def test_experts_that_make_no_sense(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert refused(tmp_path, **{**MOE, **changes}).code == "invalid"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (0,)),
+        ({"sliding_window_pattern": 3, "num_hidden_layers": 7}, (0, 1, 3, 4, 6)),
+        ({"layer_types": [FULL, SLIDING]}, (1,)),
+        ({"sliding_window": None}, ()),
+    ],
+)
+def test_windows_by_pattern(tmp_path: Path, changes: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert read(tmp_path, architectures=["Gemma2ForCausalLM"], **changes).sliding_layers == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (50.0, 30.0)),
+        ({"attn_logit_softcapping": None, "final_logit_softcapping": 7}, (None, 7.0)),
+        ({"attn_logit_softcapping": 0}, (None, 30.0)),
+    ],
+)
+def test_softcaps(tmp_path: Path, changes: dict[str, Any], expected: tuple[float | None, ...]) -> None:
+    config = read(tmp_path, architectures=["Gemma2ForCausalLM"], **changes)
+    assert (config.attention_softcap, config.logit_softcap) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "full", "local"),
+    [
+        ({}, RopeConfig(1e6, None, {}), RopeConfig(1e4, None, {})),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 5.0, "rope_theta": 7.0},
+            RopeConfig(7.0, "linear", {"factor": 8.0}),
+            RopeConfig(5.0, None, {}),
+        ),
+        (
+            {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 9.0}, SLIDING: None}},
+            RopeConfig(9.0, "linear", {"factor": 8.0}),
+            RopeConfig(1e4, None, {}),
+        ),
+    ],
+)
+def test_rope_by_kind_of_layer(tmp_path: Path, changes: dict[str, Any], full: RopeConfig, local: RopeConfig) -> None:
+    config = read(tmp_path, architectures=["Gemma3ForCausalLM"], **changes)
+    assert (config.rope, config.local_rope) == (full, local)
+
+
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_longrope_by_all_its_names(tmp_path: Path, kind: str) -> None:
+    lists = {"short_factor": [1.0] * 6, "long_factor": [2] * 6}
+    config = read(tmp_path, **PHI3, partial_rotary_factor=0.75, rope_scaling={"type": kind, **lists})
+    expected = {"original_max_position_embeddings": 128, "short_factor": (1.0,) * 6, "long_factor": (2,) * 6}
+    assert (config.rope, config.rotary_dim) == (RopeConfig(1e4, "longrope", expected), 12)
+
+
+@pytest.mark.parametrize(
+    "factors", [None, [1.0] * 7, [1.0] * 7 + [0], [1.0] * 7 + [float("nan")], [True] * 8, "12345678"]
+)
+def test_longrope_with_bad_lists(tmp_path: Path, factors: Any) -> None:
+    scaling = {"type": "longrope", "short_factor": factors, "long_factor": [2.0] * 8}
+    assert refused(tmp_path, **PHI3, rope_scaling=scaling).code == "invalid"
+
+
+def test_a_model_that_sees_what_is_to_come_is_refused(tmp_path: Path) -> None:
+    changes = {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}
+    assert refused(tmp_path, **changes).code == "unsupported"
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -106,6 +106,15 @@ def test_a_class_that_transformers_does_not_know_is_refused(tmp_path: Path, reas
     assert refused.value.code == "unsupported"
 
 
+def test_sizes_that_transformers_reads_otherwise_are_refused(tmp_path: Path) -> None:
+    make_tiny_other(tmp_path, "gpt_neox", SERVED["gpt_neox"])
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["n_layers"] = content.pop("num_hidden_layers")
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="its num_hidden_layers is 44, and its config.json was read as 2"):
+        load_tiny(tmp_path)
+
+
 def test_code_that_comes_with_a_checkpoint_is_never_looked_at(tmp_path: Path) -> None:
     make_tiny_other(tmp_path, "gpt2", SERVED["gpt2"])
     content = json.loads((tmp_path / "config.json").read_text())
