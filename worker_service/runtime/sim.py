@@ -32,7 +32,7 @@ from worker_service.runtime.step import Logprobs, StepInput, StepOutput, nobody_
 T = TypeVar("T")
 IntArray = NDArray[np.int64]
 
-_LOWER_KV = "raise sim_memory_bytes or memory_fraction, or use a smaller model"
+_LOWER_KV = "raise sim_memory_bytes, memory_fraction or memory_limit_bytes, or use a smaller model"
 
 
 class SimSettings(Protocol):
@@ -40,6 +40,8 @@ class SimSettings(Protocol):
 
     @property
     def memory_fraction(self) -> float: ...
+    @property
+    def memory_limit_bytes(self) -> int | None: ...
     @property
     def kv_cache_bytes(self) -> int | None: ...
     @property
@@ -129,7 +131,11 @@ class SimRuntime:
         self.reset(Phase.LOADED)
         # Hidden states and the MLP's, four bytes each, of all tokens, and logits of all sequences.
         activation = 4 * (6 * max_step_tokens * shape.hidden_size + max_sequences * shape.vocab_size)
-        limit = int(self._hardware.memory_bytes * self._settings.memory_fraction)
+        share, hard = (
+            int(self._hardware.memory_bytes * self._settings.memory_fraction),
+            self._settings.memory_limit_bytes,
+        )
+        limit = share if hard is None else min(share, hard)
         room = limit - shape.weight_bytes - activation
         wanted = self._settings.kv_cache_bytes
         if room < (wanted or 1):

@@ -200,6 +200,7 @@ def test_memory_is_planned_and_its_lack_explained(model: Path) -> None:
     report = runtime.determine_available_memory(64, 8)
     assert report.available_bytes == 5 * 10**6 - report.weight_bytes - report.activation_bytes
     assert loaded(model, kv_cache_bytes=4096).determine_available_memory(64, 8).available_bytes == 4096
+    assert loaded(model, memory_limit_bytes=3 * 10**6).determine_available_memory(64, 8).limit_bytes == 3 * 10**6
     with pytest.raises(RuntimeFailure, match="sim_memory_bytes") as caught:
         loaded(model, sim_memory_bytes=10**6, memory_fraction=0.1).determine_available_memory(64, 8)
     assert caught.value.code == "out_of_memory"
