@@ -107,7 +107,7 @@ def tied_with_another_head(folder: Path) -> Path:
 
 
 def unknown_architecture(folder: Path) -> Path:
-    return make_tiny_llama(folder, config_overrides={"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+    return make_tiny_llama(folder, config_overrides={"architectures": ["BertForMaskedLM"], "model_type": "bert"})
 
 
 def unknown_gguf_architecture(folder: Path) -> Path:
@@ -127,7 +127,7 @@ def unknown_gguf_architecture(folder: Path) -> Path:
         (truncated_gguf, r"model.gguf .*truncated.*; download"),
         (lfs_pointer_among_others, r"model.safetensors is a git-LFS pointer.*; fetch .*git lfs pull"),
         (lfs_pointer_to_gguf, r"model.gguf is a git-LFS pointer.*; fetch .*git lfs pull"),
-        (unknown_architecture, r"MambaForCausalLM.*; "),
+        (unknown_architecture, r"BertForMaskedLM.*; "),
         (unknown_gguf_architecture, r"rwkv6.*; "),
     ],
 )
