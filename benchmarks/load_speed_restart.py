@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -47,6 +48,8 @@ def main() -> int:
 def measure(folder: Path, warm_s: float | None) -> tuple[Mapping[str, Bar], dict[str, Any]]:
     """Bars and figures of the checkpoint in `folder`. `warm_s` is how long it takes to read it alone, unpacked."""
     store = Path(f"/dev/shm/stepwire-bench-{os.getpid()}")
+    # A store that is left behind is memory that is left behind: an end by SIGTERM, as of `timeout`, removes it too.
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         fill_cache(folder)
         first = worker_load(folder, str(store))
@@ -59,6 +62,7 @@ def measure(folder: Path, warm_s: float | None) -> tuple[Mapping[str, Bar], dict
             restarts.append(worker_load(folder, str(store)))
     finally:
         shutil.rmtree(store, ignore_errors=True)
+        signal.signal(signal.SIGTERM, handler)
     if any("read" in dict(found["phases"]) for found in restarts):
         raise RuntimeError("a restarted worker did not find its weights: was the code changed meanwhile?")
     seconds = {name: median(found["seconds"] for found in loads) for name, loads in (("w", warm), ("r", restarts))}
