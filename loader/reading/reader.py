@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from types import TracebackType
 
 import torch
@@ -56,7 +56,10 @@ class Reader:
         self._failures: list[tuple[int, BaseException]] = []
         self._threads: list[Thread] = []
         self._is_stopped = False
-        self._changed = Condition()
+        self._limit = 0
+        self._lock = Lock()
+        self._news = Condition(self._lock)  # for the caller
+        self._way_free = Condition(self._lock)  # for reading threads
 
     def __enter__(self) -> "Reader":
         return self
@@ -76,9 +79,9 @@ class Reader:
         unread = sum(result.file_bytes for result in self._results)
         while unread:
             self._start_threads()
-            with self._changed:
+            with self._lock:
                 if not self._events and not self._failures:
-                    self._changed.wait(_POLL_SECONDS)
+                    self._news.wait(_POLL_SECONDS)
                 num_bytes = self._events.popleft() if self._events else 0
                 has_failed = bool(self._failures)
             if has_failed:
@@ -92,9 +95,9 @@ class Reader:
     def release(self, result: Result) -> None:
         """Takes note that a result was delivered: its memory is the receiver's."""
         result.tensor = None
-        with self._changed:
+        with self._lock:
             self._ahead -= result.num_bytes
-            self._changed.notify_all()
+            self._way_free.notify_all()
 
     def _room(self) -> int:
         assert self._pace is not None
@@ -103,7 +106,7 @@ class Reader:
     def _complete(self) -> list[Result]:
         """The results that follow those delivered and are complete."""
         found = []
-        with self._changed:
+        with self._lock:
             for result in self._results[self._num_delivered :]:
                 if not result.sources:
                     result.open(self._allocate)
@@ -122,9 +125,9 @@ class Reader:
             thread.start()
 
     def _stop(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
-            self._changed.notify_all()
+            self._way_free.notify_all()
         for thread in self._threads:
             thread.join()
 
@@ -138,16 +141,17 @@ class Reader:
                 position = extent.number
                 self._read(extent, lane)
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 self._failures.append((position, error))
                 self._is_stopped = True
-                self._changed.notify_all()
-        with self._changed:
+                self._news.notify()
+                self._way_free.notify_all()
+        with self._lock:
             self._report.buffer_bytes += lane.num_bytes
 
     def _take(self, number: int) -> Extent | None:
         """The next extent, its results' memory taken; None at the end. Waits while thread `number` is not needed."""
-        with self._changed:
+        with self._lock:
             while not self._is_stopped and self._upcoming is not None:
                 extent = self._upcoming
                 assert self._pace is not None
@@ -160,9 +164,9 @@ class Reader:
                     self._upcoming = next(self._extents, None)
                     self._ahead += num_bytes
                     if self._upcoming is None:
-                        self._changed.notify_all()
+                        self._way_free.notify_all()
                     return extent
-                self._changed.wait()
+                self._way_free.wait()
             return None
 
     def _read(self, extent: Extent, lane: "_Lane") -> None:
@@ -189,7 +193,7 @@ class Reader:
         self._account(extent, method, pace, read - start, stop - read if num_converted else 0.0)
 
     def _account(self, extent: Extent, method: Method, pace: Tuner, read_s: float, convert_s: float) -> None:
-        with self._changed:
+        with self._lock:
             whole = []
             for fragment in extent.fragments:
                 fragment.result.unread_bytes -= fragment.wanted_bytes
@@ -198,7 +202,7 @@ class Reader:
         for result in whole:
             result.close()
         report = self._report
-        with self._changed:
+        with self._lock:
             self._done.update(result.want.name for result in whole)
             self._pace = pace
             if method == "cached":
@@ -210,7 +214,10 @@ class Reader:
             report.read_s += read_s
             report.convert_s += convert_s
             self._events.append(extent.wanted_bytes)
-            self._changed.notify_all()
+            self._news.notify()
+            if self._limit != pace.setting.threads:
+                self._limit = pace.setting.threads
+                self._way_free.notify_all()
 
 
 class _Lane:

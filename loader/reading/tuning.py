@@ -16,7 +16,6 @@ _CLEAR_GAIN = 0.1
 # What is in flight at once stays about the same: few threads read large pieces, many read small ones.
 _IN_FLIGHT_BYTES = 32 << 20
 _MAX_READ_BYTES = 16 << 20
-_CACHED_READ_BYTES = 4 << 20
 # 2^18 float32 values stay in a core's cache. A decoder has four such tensors at a time at most.
 DECODE_VALUES = 1 << 18
 _DECODE_BYTES = 4 * 4 * DECODE_VALUES
@@ -31,9 +30,7 @@ class Setting:
 
     @property
     def read_bytes(self) -> int:
-        """The most that one read asks for. What is in memory is read in pieces that a core's caches can hold."""
-        if self.method == "cached":
-            return _CACHED_READ_BYTES
+        """The most that one read asks for."""
         return min(_MAX_READ_BYTES, (_IN_FLIGHT_BYTES // self.threads) >> 20 << 20)
 
 
