@@ -38,7 +38,7 @@ from loader.shares import RankPlace
 from loader.weights import READ_BUFFER_BYTES, LoadReport, load_weights
 
 # Threads and bytes of a read with which the disk is tried.
-DISK_SETTINGS = ((1, 16 << 20), (4, 4 << 20), (8, 4 << 20))
+DISK_SETTINGS = ((1, 16 << 20), (4, 4 << 20))
 RANKS = (1, 2, 4)
 
 
@@ -96,23 +96,22 @@ def speeds(checkpoint: Checkpoint, num_rounds: int) -> tuple[dict[str, Bar], dic
     found = LoadReport()
     cold: dict[str, Callable[[], None]] = {
         **{f"disk_{threads}x{size >> 20}": _disk_reader(folder, threads, size) for threads, size in DISK_SETTINGS},
-        "load_file_cold": lambda: load_file_into(folder, final),
         "cold": lambda: load_into(checkpoint, final, found),
-        "cold_fresh_memory": lambda: load_into(checkpoint, None, LoadReport()),
+        "load_file_cold": lambda: load_file_into(folder, final),  # last: it leaves the cache full
     }
     warm: dict[str, Callable[[], None]] = {
         "load_file_warm": lambda: load_file_into(folder, final),
         "warm": lambda: load_into(checkpoint, final, LoadReport()),
-        "warm_fresh_memory": lambda: load_into(checkpoint, None, LoadReport()),
     }
     times: dict[str, list[float]] = {name: [] for name in (*cold, *warm)}
-    for _ in range(num_rounds):
+    for number in range(num_rounds):
         for name, run in cold.items():
             drop_cache(folder)
             times[name].append(_seconds(run))
         fill_cache(folder)
         for name, run in warm.items():
             times[name].append(_seconds(run))
+        print(f"round {number + 1}:", {name: round(values[-1], 3) for name, values in times.items()}, file=sys.stderr)
     medians = {name: median(values) for name, values in times.items()}
     disk_s = min(value for name, value in medians.items() if name.startswith("disk_"))
     bars = {
@@ -124,7 +123,9 @@ def speeds(checkpoint: Checkpoint, num_rounds: int) -> tuple[dict[str, Bar], dic
     figures["checkpoint_bytes"] = checkpoint.total_bytes
     figures["disk_gb_s"] = round(checkpoint.total_bytes / disk_s / 1e9, 3)
     figures["cold_gb_s"] = round(checkpoint.total_bytes / medians["cold"] / 1e9, 3)
+    figures["load_file_vs_disk"] = round(disk_s / medians["load_file_cold"], 3)
     figures["method"], figures["threads"] = found.method, found.threads
+    figures["warm_fresh_memory_s"] = round(_seconds(lambda: load_into(checkpoint, None, LoadReport())), 3)
     figures["all_s"] = {name: [round(value, 3) for value in values] for name, values in times.items()}
     return bars, figures
 
