@@ -30,6 +30,8 @@ def check_tied_head(checkpoint: Checkpoint, wanted: Sequence[WeightSlice], cance
 
 
 def _compare(embedding: TensorInfo, head: TensorInfo, rows: tuple[int, int], cancelled: Callable[[], bool]) -> None:
+    if embedding.dtype != head.dtype and not {embedding.dtype, head.dtype} <= _DTYPES.keys():
+        raise _differs(embedding, head, rows[0])
     num_rows = embedding.shape[0]
     step = max(1, _CHUNK_BYTES * num_rows // max(embedding.num_bytes, head.num_bytes))
     with open_regular(embedding.file) as (first, _), open_regular(head.file) as (second, _):
@@ -44,7 +46,7 @@ def _compare(embedding: TensorInfo, head: TensorInfo, rows: tuple[int, int], can
 
 
 def _read(descriptor: int, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
-    """The rows as float32, in which every type compared here has all its values."""
+    """The rows as float32, in which every type that is converted has all its values; else as bytes."""
     row_bytes = info.num_bytes // info.shape[0]
     data = read_exactly(descriptor, (stop - start) * row_bytes, info.offset + start * row_bytes)
     if len(data) != (stop - start) * row_bytes:
@@ -55,6 +57,8 @@ def _read(descriptor: int, info: TensorInfo, start: int, stop: int) -> torch.Ten
             file=info.file,
             tensor=info.name,
         )
+    if info.dtype not in _DTYPES:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(stop - start, -1)
     values = torch.frombuffer(bytearray(data), dtype=_DTYPES[info.dtype])
     return values.float().nan_to_num().view(stop - start, -1)
 
