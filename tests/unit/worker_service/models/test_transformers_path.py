@@ -111,7 +111,7 @@ def test_sizes_that_transformers_reads_otherwise_are_refused(tmp_path: Path) -> 
     content = json.loads((tmp_path / "config.json").read_text())
     content["n_layers"] = content.pop("num_hidden_layers")
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="its num_hidden_layers is 44, and its config.json was read as 2"):
+    with pytest.raises(CheckpointError, match="its num_hidden_layers is 44, and its config"):
         load_tiny(tmp_path)
 
 
