@@ -154,6 +154,7 @@ BAD_FLOATS = {
     "repetition_penalty": (0.0, -1.0, 100.5, 3.4e38, NAN, INF, -INF),
     "presence_penalty": (-2.01, 2.01, 3.4e38, NAN, INF, -INF),
     "frequency_penalty": (-2.01, 2.01, -3.4e38, NAN, INF, -INF),
+    "typical_p": (0.0, -0.5, 1.01, 3.4e38, NAN, INF, -INF),
 }
 BAD_INTEGERS = {
     "max_tokens": (0, -1, INT32_MIN),
@@ -165,6 +166,9 @@ BAD_INTEGERS = {
 BAD_LISTS = {
     "stop": ([""], ["x" * 1025], ["x"] * 17),
     "stop_token_ids": ([1] * 129,),
+    "logit_bias": ({1: 100.5}, {1: -100.5}, {1: NAN}, {1: INF}, dict.fromkeys(range(1025), 1.0)),
+    "allowed_token_ids": ([1] * 16385,),
+    "banned_token_ids": ([1] * 16385,),
 }
 # Every value of these types has a meaning.
 UNBOUNDED = {"seed", "ignore_eos"}
@@ -194,6 +198,9 @@ def test_extremes_that_are_allowed_are_served(server: Server) -> None:
         {"repetition_penalty": 100.0, "presence_penalty": -2.0, "frequency_penalty": -2.0},
         {"n": 64, "logprobs": 20},
         {"stop_token_ids": [VOCAB_SIZE - 1] * 128, "min_tokens": 4},
+        {"typical_p": 1e-38, "logit_bias": {0: 100.0, VOCAB_SIZE - 1: -100.0}},
+        {"allowed_token_ids": [VOCAB_SIZE - 1] * 16384, "n": 64},
+        {"banned_token_ids": list(range(VOCAB_SIZE - 1)), "temperature": 0.0},
         {"stop": ["\U0001f469" * 1024] * 16, "min_tokens": 4},
     ]
     with server.client() as client:
@@ -211,6 +218,10 @@ def test_extremes_that_are_allowed_are_served(server: Server) -> None:
         ({"max_tokens": INT32_MAX}, "PROMPT_TOO_LONG", "max_tokens"),
         ({"max_tokens": MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "max_tokens"),
         ({"stop_token_ids": [-1]}, "TOKEN_ID_OUT_OF_VOCABULARY", "stop_token_ids"),
+        ({"logit_bias": {-1: 1.0}}, "TOKEN_ID_OUT_OF_VOCABULARY", "logit_bias"),
+        ({"allowed_token_ids": [INT32_MAX]}, "TOKEN_ID_OUT_OF_VOCABULARY", "allowed_token_ids"),
+        ({"banned_token_ids": [VOCAB_SIZE]}, "TOKEN_ID_OUT_OF_VOCABULARY", "banned_token_ids"),
+        ({"banned_token_ids": list(range(VOCAB_SIZE))}, "FIELD_INVALID", "banned_token_ids"),
         ({"stop_token_ids": [VOCAB_SIZE]}, "TOKEN_ID_OUT_OF_VOCABULARY", "stop_token_ids"),
         ({"stop_token_ids": [INT32_MIN]}, "TOKEN_ID_OUT_OF_VOCABULARY", "stop_token_ids"),
     ],

@@ -8,7 +8,8 @@ from stepwire.v1 import inference_pb2 as pb
 
 def test_what_the_client_left_out_stays_unsaid() -> None:
     call = generate_input(pb.GenerateRequest(text="x"), None, "")
-    assert call.sampling == SamplingInput(stop=[], stop_token_ids=[])
+    lists = ("stop", "stop_token_ids", "allowed_token_ids", "banned_token_ids")
+    assert call.sampling == SamplingInput(logit_bias={}, **{name: [] for name in lists})
     assert (call.prompt, call.deadline_s) == (TextPrompt("x"), None)
 
 
@@ -17,7 +18,7 @@ def test_zeros_that_the_client_said_are_kept() -> None:
     sampling = pb.SamplingParams(**dict.fromkeys(names, 0))  # type: ignore[arg-type]
     given = generate_input(pb.GenerateRequest(text="x", sampling=sampling), 2.5, "").sampling
     assert {name: getattr(given, name) for name in names} == dict.fromkeys(names, 0)
-    assert len(names) == 12
+    assert len(names) == 13
 
 
 def test_prompts_are_told_apart_even_when_empty() -> None:

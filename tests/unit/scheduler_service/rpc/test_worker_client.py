@@ -10,7 +10,9 @@ from scheduler_service.rpc.worker_client import step_message, step_result
 from stepwire.v1 import common_pb2
 from stepwire.v1 import worker_pb2 as pb
 
-SAMPLING = Sampling(0.5, 3, 0.25, 0.125, 1.5, -1.0, 2.0, (2, 7), 4, 2**64 - 1, 0)
+SAMPLING = Sampling(
+    *(0.5, 3, 0.25, 0.125, 1.5, -1.0, 2.0, (2, 7), 4, 2**64 - 1, 0), 0.75, ((3, 1.5), (4, -2.0)), (3, 4, 5), (5,)
+)
 
 
 def scheduler() -> Scheduler:
@@ -46,6 +48,11 @@ def test_a_step_carries_every_column_of_its_plan() -> None:
         seed=2**64 - 1,
         sequence_index=0,
         logprobs=0,
+        typical_p=0.75,
+        biased_token_ids=[3, 4],
+        biases=[1.5, -2.0],
+        allowed_token_ids=[3, 4, 5],
+        banned_token_ids=[5],
     )
     assert new.sampling.HasField("logprobs")
 

@@ -17,7 +17,8 @@ def test_what_is_not_given_is_absent() -> None:
 def test_every_sampling_field_travels() -> None:
     wire = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert wire == set(SamplingParams.__dataclass_fields__)
-    values: dict[str, Any] = {name: 1 for name in wire} | {"stop": ["x"], "stop_token_ids": [1], "ignore_eos": True}
+    lists = {"stop": ["x"], "stop_token_ids": [1], "allowed_token_ids": [1], "banned_token_ids": [1]}
+    values: dict[str, Any] = {name: 1 for name in wire} | lists | {"ignore_eos": True, "logit_bias": {1: 0.5}}
     sent = generate_request("x", SamplingParams(**values), {}).sampling
     assert {field.name for field, _ in sent.ListFields()} == wire
 

@@ -21,6 +21,11 @@ def test_a_step_arrives_whole() -> None:
         seed=2**64 - 1,
         sequence_index=2,
         logprobs=0,
+        typical_p=0.5,
+        biased_token_ids=[3],
+        biases=[1.5],
+        allowed_token_ids=[3, 4],
+        banned_token_ids=[4],
     )
     new = pb.NewSequence(
         sequence_id=2**40,
@@ -51,7 +56,10 @@ def test_a_step_arrives_whole() -> None:
                 "r",
                 [1, 2, 3],
                 2,
-                Sampling(0.5, 3, 0.75, 0.25, 1.5, -0.5, 2.0, (7, 8), 4, 2**64 - 1, 2, 0),
+                Sampling(
+                    *(0.5, 3, 0.75, 0.25, 1.5, -0.5, 2.0, (7, 8), 4, 2**64 - 1, 2, 0),
+                    *(0.5, (3,), (1.5,), (3, 4), (4,)),
+                ),
                 [5],
                 "t",
             )

@@ -1,5 +1,6 @@
 """No step that passes can index past what the worker holds, whatever its numbers."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -128,7 +129,13 @@ def test_a_new_sequence_twice_or_with_appended_blocks_is_refused() -> None:
         ({"sampling": Sampling(sequence_index=-1)}, "sequence_index"),
         ({"sampling": Sampling(logprobs=-1)}, "logprobs"),
         ({"sampling": Sampling(logprobs=10**6)}, "logprobs"),
-        ({"sampling": Sampling(stop_token_ids=(50,))}, "stop token id"),
+        ({"sampling": Sampling(stop_token_ids=(50,))}, "stop_token_ids"),
+        ({"sampling": Sampling(typical_p=0.0)}, "typical_p"),
+        ({"sampling": Sampling(biased_token_ids=(1,), biases=())}, "biases"),
+        ({"sampling": Sampling(biased_token_ids=(1,), biases=(math.inf,))}, "finite"),
+        ({"sampling": Sampling(biased_token_ids=(1, 1), biases=(1.0, 1.0))}, "twice"),
+        ({"sampling": Sampling(allowed_token_ids=(-1,))}, "allowed_token_ids"),
+        ({"sampling": Sampling(banned_token_ids=(50,))}, "banned_token_ids"),
         ({"sampling": Sampling(stop_token_ids=(1,) * 5000)}, "stop_token_ids"),
     ],
 )
