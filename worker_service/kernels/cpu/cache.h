@@ -35,7 +35,9 @@ struct HeadCache {
   ptrdiff_t key_stride() const { return (ptrdiff_t)block_size * Product<T>::depth; }
 
   // The packed rows from `position` on, a multiple of 16; steps are value_stride() apart.
-  T* values(int position) const { return block(position) + value_offset + (ptrdiff_t)(position % block_size) * head_dim; }
+  T* values(int position) const {
+    return block(position) + value_offset + (ptrdiff_t)(position % block_size) * head_dim;
+  }
   ptrdiff_t value_stride() const { return (ptrdiff_t)head_dim * Product<T>::depth; }
 
   // Asks for the lines that `write` will touch: a key goes to as many as it has pairs.
