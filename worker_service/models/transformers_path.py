@@ -201,10 +201,12 @@ class TransformersModel:
         """Definitions are others' code: whatever goes wrong in one while it is tried is a reason to refuse it."""
         try:
             yield
-        except CheckpointError:
+        except (CheckpointError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             text = str(error) or type(error).__name__
+            if "can't allocate memory" in text:
+                raise  # which is how torch says so of a CPU's
             raise CheckpointError(
                 "unsupported",
                 f"transformers' definition of {self.config.architecture} cannot be served: {text[:500]}",

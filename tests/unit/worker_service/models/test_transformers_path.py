@@ -134,6 +134,20 @@ def test_tensors_that_do_not_fit_the_definition_are_named(tmp_path: Path) -> Non
         model.place_weights(tensors)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_want_of_memory_is_no_fault_of_the_definition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load(*_: object) -> None:
+        raise error
+
+    make_tiny_other(tmp_path, "gpt2", SERVED["gpt2"])
+    monkeypatch.setattr(TransformersModel, "_load", load)
+    with pytest.raises(type(error)) as raised:
+        load_tiny(tmp_path)
+    assert raised.value is error
+
+
 def test_it_runs_on_one_rank_and_counts_its_weights(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make_tiny_other(tmp_path, "gpt2", SERVED["gpt2"], "bfloat16"))
     assert checkpoint.config.other is not None
