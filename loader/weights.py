@@ -1,4 +1,12 @@
-"""Reading weights: byte ranges in the order of the files, sliced for a rank, in the wanted type."""
+"""Reading weights: byte ranges in the order of the files, sliced for a rank, in the wanted type.
+
+What the page cache holds is read from there. The rest is read by direct or buffered reads on as many threads as
+turn out to be fastest (see `loader.reading.tuning`). Slices along a dimension but the first are read with what lies
+between them, through the page cache, unless their runs are long: so the disk reads each byte once for all ranks of
+a machine that load at about the same time. Host memory beyond the results is at most two `READ_BUFFER_BYTES` and
+the largest tensor: buffers and what is decoded in them; what is read ahead of `deliver`; and what is stored in
+pieces that do not lie one after the other in the result.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,13 +48,6 @@ def load_weights(  # noqa: PLR0913  one call is a whole load, and each of these 
     `progress` is called on this thread with all bytes read so far, at least every few MiB; the last call has
     `bytes_to_read(checkpoint, wanted)`. `cancelled` is asked at least as often, and several times a second. `report`
     is filled in at the end.
-
-    What the page cache holds is read from there. The rest is read by direct or buffered reads on as many threads as
-    turn out to be fastest (see `loader.reading.tuning`). Slices along a dimension but the first are read with what lies
-    between them, through the page cache, unless their runs are long: so the disk reads each byte once for all ranks of
-    a machine that load at about the same time. Host memory beyond the results is at most two `READ_BUFFER_BYTES` and
-    the largest tensor: buffers and what is decoded in them; what is read ahead of `deliver`; and what is stored in
-    pieces that do not lie one after the other in the result.
 
     Raises CheckpointError for a tensor that is missing, has another shape or cannot be read, for a value that
     float16 cannot hold, and for an output layer that differs from the embedding it is said to share (these bytes
