@@ -26,7 +26,7 @@ prepare_grpc()
 from benchmarks.peers.models import Model, big_model, demo_model  # noqa: E402
 from benchmarks.peers.ours import StepwireServer  # noqa: E402
 from benchmarks.peers.outcome import bars, figures, summary  # noqa: E402
-from benchmarks.peers.processes import NAMES, PEERS, PeerFailed, PeerProcess, start_peer  # noqa: E402
+from benchmarks.peers.processes import NAMES, PEERS, PeerFailed, PeerProcess, close_on_sigterm, start_peer  # noqa: E402
 from benchmarks.peers.rates import Answer, decode_rate, first_difference, make_prompts  # noqa: E402
 from benchmarks.peers.rows import KEYS, NUM_OUT, OURS, ROWS, START, Measured, Options, Row  # noqa: E402
 from benchmarks.ready import demo_model_path  # noqa: E402
@@ -64,6 +64,7 @@ def parse(arguments: Sequence[str]) -> Options:
 def main() -> int:
     """Measures and reports."""
     options = parse(sys.argv[1:])
+    close_on_sigterm()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     began = time.monotonic()
     source = demo_model_path()

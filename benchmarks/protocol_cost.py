@@ -26,7 +26,7 @@ from benchmarks.peers.boundary import Boundary  # noqa: E402
 from benchmarks.peers.drain import Sizes  # noqa: E402
 from benchmarks.peers.models import Model, demo_model  # noqa: E402
 from benchmarks.peers.ours import StepwireServer  # noqa: E402
-from benchmarks.peers.processes import PeerProcess  # noqa: E402
+from benchmarks.peers.processes import PeerProcess, close_on_sigterm  # noqa: E402
 from benchmarks.peers.rates import Answer, make_prompts, output_rate, table  # noqa: E402
 from benchmarks.ready import demo_model_path  # noqa: E402
 from stepwire.telemetry.logs import configure_logging  # noqa: E402
@@ -61,6 +61,7 @@ def main() -> int:
     if unknown := sorted(set(batches) - set(BATCHES)):
         parser.error(f"there is no batch of {', '.join(map(str, unknown))}")
     configure_logging(format="auto", level="warning", service="benchmark")
+    close_on_sigterm()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     source = demo_model_path()
     if not source.exists():

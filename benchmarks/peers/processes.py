@@ -113,6 +113,15 @@ def start_peer(name: str, options: dict[str, Any], log_path: Path) -> PeerProces
     return PeerProcess(name, [str(python), str(script)], options, log_path, env)
 
 
+def close_on_sigterm() -> None:
+    """Makes SIGTERM end this program as an exception would, so that what it started is closed."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def environment(name: str, home: Path, inherited: dict[str, str]) -> dict[str, str]:
     """Variables of a peer: nothing is fetched, and vLLM is set up as its guide to CPUs says.
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,28 @@ def test_one_that_was_killed_has_ended(peer: PeerProcess) -> None:
 def test_one_that_is_not_built_says_how_to_build_it(home: Path) -> None:
     with pytest.raises(PeerFailed, match="make peers"):
         start_peer("vllm", {}, home / "log")
+
+
+def test_a_benchmark_that_is_told_to_end_closes_what_it_started(home: Path) -> None:
+    program = f"""
+import signal
+from contextlib import closing
+from pathlib import Path
+from benchmarks.peers import processes
+processes.PEERS, processes.__file__ = Path({str(home)!r}), {str(home / "processes.py")!r}
+processes.close_on_sigterm()
+with closing(processes.start_peer("fake", {{}}, Path({str(home / "log")!r}))) as peer:
+    print(peer.generate([[1]], 1).tokens[0][0], flush=True)
+    signal.pause()
+"""
+    root = Path(__file__).resolve().parents[3]
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.terminate()
+        assert process.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_vllm_is_bound_to_the_cores_and_gets_its_libraries(tmp_path: Path) -> None:
