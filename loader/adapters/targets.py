@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from loader.adapters.config import ALL_LINEAR, LoraConfig
-from loader.adapters.patterns import full_matches
 from loader.config import ModelConfig
 from loader.families import FAMILIES
 from loader.layout import Embedding, Linear, Parameter, parameters
+from loader.patterns import full_matches
 from loader.shares import RankPlace, whole_share
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"

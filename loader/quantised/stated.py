@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from loader.adapters.patterns import full_matches
 from loader.errors import CheckpointError
 from loader.fields import Fields
+from loader.patterns import full_matches
 
 MAX_GROUP = 1 << 20
 MAX_PATTERNS = 1024

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from loader.adapters import patterns
-from loader.adapters.patterns import full_matches
 from loader.errors import CheckpointError
+from loader.patterns import full_matches
 
 FILE = Path("adapter_config.json")
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head"]

@@ -54,5 +54,5 @@ def full_matches(file: Path, expressions: Sequence[str], names: Sequence[str]) -
 
 
 def _refused(file: Path, what: str, found: str) -> CheckpointError:
-    remedy = "name the modules one by one in target_modules, rank_pattern and alpha_pattern"
+    remedy = "name the modules one by one"
     return CheckpointError("invalid", f"{file} holds {what}", remedy, file=file, expected="module names", found=found)
