@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from loader.adapters import patterns
+from loader import patterns
 from loader.errors import CheckpointError
 from loader.patterns import full_matches
 
