@@ -1,7 +1,6 @@
 """The scheduler process: listens at once, makes its workers ready, serves, drains, ends."""
 
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -30,6 +29,7 @@ from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
 from scheduler_service.rpc.worker_client import WorkerClient
 from scheduler_service.settings import SchedulerSettings
 from stepwire.rpc.errors import StepwireError
+from stepwire.rpc.run import settle_memory
 from stepwire.rpc.server import BindError, HealthServicer, add_standard_services, bind, create_server, serve_metrics
 from stepwire.telemetry import names
 from stepwire.telemetry.logs import configure_logging
@@ -134,7 +134,7 @@ class _Service:
             except StepwireError as error:
                 _log.error("start_failed", reason=error.reason, error=error.message, **_log_fields(error))
                 return _cannot_start(error.message)
-            _settle_memory()
+            settle_memory()
             _log.info("ready", seconds=round(time.monotonic() - self._began, 3), model=self._engine.model_name)
             await _first_of(stop, self._engine.failed)
             return await (self._fail() if self._engine.failed.done() else self._drain())
@@ -309,17 +309,6 @@ async def _both(first: Awaitable[ServedModel], second: Awaitable[StartedGroup]) 
 
 def _log_fields(error: StepwireError) -> dict[str, str]:
     return {f"error_{key}": value for key, value in error.metadata.items()}
-
-
-def _settle_memory() -> None:
-    """Spares the garbage collector what lives as long as the process, and looks for cycles less often.
-
-    Every token makes objects, none of them in cycles, so that by default it would run over all live requests
-    many times a second.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 def _cannot_start(text: str) -> int:

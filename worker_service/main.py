@@ -15,6 +15,7 @@ from opentelemetry.trace import TracerProvider
 
 from loader.checkpoint import open_checkpoint
 from stepwire.rpc.errors import StepwireError
+from stepwire.rpc.run import settle_memory
 from stepwire.rpc.server import (
     BindError,
     HealthServicer,
@@ -83,7 +84,7 @@ async def serve(settings: WorkerSettings, *, make_runtime: MakeRuntime | None = 
         return _cannot_start(str(error))
     # The device thread comes back from a product and needs the interpreter at once; the event loop can wait.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    worker = Worker(settings, telemetry.tracer_provider, make_runtime or _make_runtime)
+    worker = Worker(settings, telemetry.tracer_provider, make_runtime or _make_runtime, on_ready=settle_memory)
     try:
         _watch_signals(worker)
         await worker.start()
@@ -119,7 +120,10 @@ class Worker:
         make_runtime: MakeRuntime,
         *,
         fingerprint_of: Callable[[Path], str] | None = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> None:
+        """`on_ready` is called whenever the worker gets ready for steps."""
+        self._on_ready = on_ready
         self._settings = settings
         self._stop: asyncio.Future[ExitCode] = asyncio.get_running_loop().create_future()
         self._device: DeviceThread[Runtime] = DeviceThread(
@@ -192,6 +196,8 @@ class Worker:
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set(SERVICE_NAME, serving if phase is Phase.READY else not_serving)
+        if phase is Phase.READY and self._on_ready is not None:
+            self._on_ready()
 
     def _on_fatal(self, error: BaseException) -> None:
         _log.critical("device_failed", exc_info=error)

@@ -204,7 +204,9 @@ class WorkerRuntime:
     def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
         """Executes a step, and calls `on_launch` before the forward pass.
 
-        Raises StateMismatch, with nothing changed, when it disagrees with what is held; RuntimeFailure "out_of_memory" when the device runs out."""
+        Raises StateMismatch, with nothing changed, when it disagrees with what is held; RuntimeFailure "out_of_memory"
+        when the device runs out.
+        """
         device = self._need_device()
         with explains_out_of_memory(device, f"step {step.step_id}", _LOWER_STEP):
             return self._need_runner().execute(step, on_launch)
