@@ -82,7 +82,10 @@ def test_the_stack_answers_and_shows_the_trace(tiny_model: Path, tmp_path: Path)
         done = run("generate", "abc", "--model", MODEL_NAME, *request)
         assert done.returncode == 0, done.stderr
         trace = wait_for_trace(page, "composed")
-        for name, metric in (("scheduler", "stepwire_ready 1.0"), ("worker", 'stepwire_worker_phase{phase="ready"} 1.0')):
+        for name, metric in (
+            ("scheduler", "stepwire_ready 1.0"),
+            ("worker", 'stepwire_worker_phase{phase="ready"} 1.0'),
+        ):
             url = f"http://127.0.0.1:{compose.port(name, '9464')}/metrics"
             assert metric in urllib.request.urlopen(url, timeout=5).read().decode()
     assert trace.root.service == "stepwire-client"
