@@ -1,6 +1,5 @@
 """Entries in memory: mapped read-only and shared, verified against their hashes. Imports no torch."""
 
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from loader.store.errors import EntryDamaged
 from loader.store.folder import StoreFolder, read_header
 from loader.store.format import Header, digest
+from loader.store.huge import map_aligned
 from loader.store.locks import try_lock
 
 
@@ -53,7 +53,7 @@ def map_entry(
             header = read_header(descriptor)
             if header.key.name != name:
                 raise ValueError("it holds other weights than its name says")
-            entry = MappedEntry(header, _map(descriptor, header.file_bytes))
+            entry = MappedEntry(header, map_aligned(descriptor, header.file_bytes))
             _verify(entry, num_threads, progress)
         except ValueError as error:
             with suppress(OSError):
@@ -65,12 +65,6 @@ def map_entry(
         return entry
     finally:
         os.close(descriptor)
-
-
-def _map(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
-    # The mapping keeps a duplicate of the descriptor, and with it the lock, for as long as it lives.
-    mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def _verify(entry: MappedEntry, num_threads: int, progress: Callable[[int], None]) -> None:

@@ -16,6 +16,7 @@ from loader.checkpoint import Checkpoint
 from loader.shares import RankPlace
 from loader.store.errors import EntryDamaged, EntryInUse, StoreBusy, StoreFull, StoreRefused
 from loader.store.folder import Limits, StoreFolder, default_folder
+from loader.store.huge import collapse_later
 from loader.store.key import EntryKey, code_digest, content_of, cpu_features
 from loader.store.mapping import map_entry
 from loader.store.tensors import mapped_tensors, write_entry
@@ -74,6 +75,7 @@ class RestartStore:
             entry = map_entry(folder, key.name, num_threads=torch.get_num_threads(), progress=progress)
             if entry is not None:
                 self._name = key.name
+                collapse_later(entry.data)
                 return mapped_tensors(entry)
         return None
 
