@@ -129,9 +129,18 @@ def decode_text(path: Path, data: bytes) -> str:
         ) from cause
 
 
-def parse_json(text: str, pairs_hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None) -> Any:
-    """The value of a JSON text. Raises ValueError or RecursionError, also for text that is no Unicode."""
-    value = json.loads(text, object_pairs_hook=pairs_hook)
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def parse_json(
+    text: str, pairs_hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None, *, is_strict: bool = False
+) -> Any:
+    """The value of a JSON text. Raises ValueError or RecursionError, also for text that is no Unicode.
+
+    NaN and Infinity, which Python writes into configs though JSON has no such thing, are taken unless `is_strict`.
+    """
+    value = json.loads(text, object_pairs_hook=pairs_hook, parse_constant=_no_constant if is_strict else None)
     if _SURROGATE.search(text):
         # JSON can spell halves of characters, which can neither be shown, nor sent, nor be looked up.
         json.dumps(value, ensure_ascii=False).encode()

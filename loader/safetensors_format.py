@@ -90,7 +90,7 @@ def _read_header(path: Path, descriptor: int, file_size: int) -> bytes:
 
 def _parse_header(path: Path, header: bytes, data_start: int) -> list[TensorInfo]:
     try:
-        entries = parse_json(header.decode("utf-8"), _unique_keys)
+        entries = parse_json(header.decode("utf-8"), _unique_keys, is_strict=True)
     except UnicodeDecodeError as cause:
         raise _invalid(path, f"has a header that is not UTF-8 (byte {cause.start})", expected="UTF-8") from cause
     except (ValueError, RecursionError) as cause:

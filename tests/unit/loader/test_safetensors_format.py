@@ -133,6 +133,8 @@ def test_names_what_a_renamed_file_is(path: Path, content: bytes, kind: str) -> 
         (b"\0\0\0\0", "not valid JSON"),
         (b"[]", "not a JSON object"),
         (b"{", "not valid JSON"),
+        (b'{"__metadata__": {}, "x": NaN}', "NaN is no JSON"),
+        (b'{"x": [-Infinity]}', "Infinity is no JSON"),
         (b'{"a\xff": 1}', "not UTF-8"),
         (b"[" * 100_000, "not valid JSON"),
         (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}', "occurs twice"),
