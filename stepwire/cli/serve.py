@@ -1,6 +1,7 @@
 """What `stepwire serve` does: checks, plans the child processes, and supervises them."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import sys
@@ -130,4 +131,6 @@ async def _announce(scheduler: SchedulerSettings, started: float) -> None:
 
 
 def _say(text: str) -> None:
-    click.echo(f"stepwire serve: {text}", err=True)
+    # Whoever read what is said may have gone; the children are to be looked after all the same.
+    with contextlib.suppress(OSError):
+        click.echo(f"stepwire serve: {text}", err=True)

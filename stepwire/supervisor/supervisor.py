@@ -136,7 +136,7 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         self._signals.append(number)
         if len(self._signals) == 1:
-            self._report(f"{number.name}: ending after the requests that run; once more ends at once")
             self._stop.set()
+            self._report(f"{number.name}: ending after the requests that run; once more ends at once")
         else:
             self._kill.set()

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,10 @@ import grpc
 import pytest
 
 from stepwire.client import AsyncClient, Client, FinishReason, ModelState, Output, StepwireError
-from tests.support.stack import Server, serve, tiny_limits
+from stepwire.supervisor.ports import free_port
+from tests.support.processes import command, environment
+from tests.support.processes import wait_serving as wait_for_health
+from tests.support.stack import MARK_VARIABLE, Server, marked, serve, tiny_limits
 from tests.support.tiny_checkpoint import make_tiny_llama
 
 MAX_MODEL_LEN = 4096
@@ -75,3 +79,21 @@ def test_a_request_that_takes_longer_than_the_drain_is_told_so(model: Path, tmp_
 def test_nothing_is_left_of_a_supervisor_that_is_killed(server: Server) -> None:
     server.process.kill()
     server.process.wait()
+
+
+def test_a_signal_counts_when_nobody_reads_what_is_said(model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    sizes = tiny_limits(MAX_MODEL_LEN, 2 * MAX_MODEL_LEN // 16, "--device=sim")
+    with marked() as mark:
+        process = subprocess.Popen(
+            command("serve", "--model", str(model), "--port", str(port), "--log-dir", str(tmp_path), *sizes),
+            env=environment(**{MARK_VARIABLE: mark}),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.stderr.close()
+        wait_for_health(f"127.0.0.1:{port}", process, tmp_path / f"worker-0.{port}.log")
+        process.terminate()
+        assert process.wait(20) == 0
