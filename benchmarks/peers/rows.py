@@ -53,8 +53,8 @@ _EQUAL = _limits(vllm=(1.0, 1.0), llamacpp=(1.0, 1.0))
 START = "start"
 START_LIMITS = _limits(vllm=(10.0, 14.0), hf=(0.5, 1.0))
 ROWS = (
-    Row("b1", "demo", 1, 128, "output", (9, 3), _limits(vllm=(1.3, 1.5), llamacpp=(1.0, 1.15), hf=(2.5, 3.0))),
-    Row("b8", "demo", 8, 128, "output", (7, 3), _limits(vllm=(1.25, 1.5), llamacpp=(1.6, 1.9), hf=(4.5, 5.0))),
+    Row("b1", "demo", 1, 128, "output", (9, 2), _limits(vllm=(1.3, 1.5), llamacpp=(1.0, 1.15), hf=(2.5, 3.0))),
+    Row("b8", "demo", 8, 128, "output", (7, 2), _limits(vllm=(1.25, 1.5), llamacpp=(1.6, 1.9), hf=(4.5, 5.0))),
     Row("b32", "demo", 32, 128, "output", (5, 2), _limits(vllm=(1.1, 1.4), llamacpp=(2.0, 2.6), hf=(3.2, 3.6))),
     Row("prefill", "demo", 4, 1024, "prompt", (5, 2), _limits(vllm=(1.15, 1.35), llamacpp=(1.6, 2.0), hf=(2.0, 2.4))),
     Row("ctx2k", "demo", 8, 2048, "decode", (3, 1), _limits(vllm=(1.2, 1.5), llamacpp=(1.3, 1.6), hf=(4.0, 5.0))),
