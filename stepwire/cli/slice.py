@@ -26,10 +26,9 @@ def slice_(
     A rank of that split then reads one file from end to end; any other split can load OUT too. OUT appears when it is
     whole, and not at all when something fails.
     """
-    from loader.sources.resolve import resolve
-
     from loader.checkpoint import open_checkpoint
     from loader.formats.slicing import Split, slice_checkpoint
+    from loader.sources.resolve import resolve
 
     began = time.monotonic()
     shown = began
