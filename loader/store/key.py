@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.checkpoint import Checkpoint
+from loader.cpu import cpu_flags
 from loader.shares import RankPlace
 from loader.tensors import files_of
 
@@ -76,16 +77,7 @@ def content_of(checkpoint: Checkpoint) -> str:
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The architecture and a digest of what this CPU can do, such as "x86_64-3f2a9c01"."""
-    flags = ""
-    try:
-        with cpuinfo.open(encoding="ascii", errors="replace") as lines:
-            for line in lines:
-                name, _, value = line.partition(":")
-                if name.strip() in ("flags", "Features"):
-                    flags = " ".join(sorted(value.split()))
-                    break
-    except OSError:
-        flags = platform.processor()
+    flags = " ".join(sorted(cpu_flags(cpuinfo))) if cpuinfo.exists() else platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 

@@ -7,7 +7,6 @@ An image, which has no compiler and runs on CPUs that its builder does not know,
 of CPUs in the folder that STEPWIRE_KERNELS names: `python -m worker_service.kernels.build --levels FOLDER`.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import os
@@ -21,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import structlog
+
+from loader.cpu import cpu_flags
 
 SOURCES = Path(__file__).parent / "cpu"
 _FLAGS = (
@@ -93,7 +94,7 @@ def build_levels(folder: Path) -> list[Path]:
 
 def built_ahead(folder: Path) -> Path:
     """The best library in `folder` that this CPU can run. Raises BuildError."""
-    features = _cpu_features()
+    features = cpu_flags()
     for level, needed in _levels():
         path = folder / f"{level}.so"
         if needed <= features and path.exists():
@@ -116,7 +117,7 @@ def cache_folder() -> Path:
 
 def machine_flags() -> tuple[tuple[str, ...], frozenset[str]]:
     """Compiler flags for this CPU, and its features. Raises BuildError for one that is not served."""
-    machine, features = platform.machine(), _cpu_features()
+    machine, features = platform.machine(), cpu_flags()
     required = _REQUIRED.get(machine)
     if required is None:
         raise BuildError(f"there are no kernels for {machine}")
@@ -176,15 +177,6 @@ def _fingerprint(compiler: str, flags: tuple[str, ...], features: frozenset[str]
         if path.suffix in (".h", ".cpp"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
-
-
-def _cpu_features() -> frozenset[str]:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("flags", "Features"):
-                return frozenset(value.split())
-    return frozenset()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from loader.cpu import cpu_flags
 from loader.quantised.roundings import ROUNDINGS, Rounding
 from worker_service.runtime.errors import RuntimeFailure
 
@@ -98,15 +99,7 @@ def does_natively(dtype: str, device: torch.device) -> bool:
         return True
     if device.type == "cuda":
         return dtype == "float16" or torch.cuda.is_bf16_supported(including_emulation=False)
-    return bool(_NATIVE_FEATURES.get(dtype, frozenset()) & _cpu_features())
-
-
-def _cpu_features() -> frozenset[str]:
-    for line in _cpuinfo():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+    return bool(_NATIVE_FEATURES.get(dtype, frozenset()) & cpu_flags())
 
 
 def _cpuinfo() -> list[str]:

@@ -71,7 +71,7 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cpus_that_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(build, "_cpu_features", lambda: frozenset({"sse4_2", "fma"}))
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"sse4_2", "fma"}))
     with pytest.raises(build.BuildError, match="lacks avx2"):
         build.machine_flags()
     monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
@@ -107,7 +107,7 @@ def test_an_image_brings_a_library_for_each_level(
     features: str, level: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(build, "_cpu_features", lambda: frozenset(features.split()))
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(features.split()))
     assert build.main(["--levels", str(tmp_path / "kernels")]) == 0
     monkeypatch.setenv("STEPWIRE_KERNELS", str(tmp_path / "kernels"))
     monkeypatch.setenv("CXX", "no compiler")

@@ -69,12 +69,12 @@ def test_threads_respect_the_groups_quota(tmp_path: Path, monkeypatch: pytest.Mo
 def test_auto_takes_the_stored_type_where_the_cpu_does_it_well(
     monkeypatch: pytest.MonkeyPatch, features: str, stored: str, expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(device, "_cpuinfo", lambda: ["processor : 0", f"flags : {features}"])
+    monkeypatch.setattr(device, "cpu_flags", lambda: frozenset(features.split()))
     assert choose_dtype("auto", stored, CPU) == expected
 
 
 def test_a_type_that_is_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_cpuinfo", lambda: [])
+    monkeypatch.setattr(device, "cpu_flags", frozenset)
     assert not does_natively("bfloat16", CPU)
     assert choose_dtype("bfloat16", "float32", CPU) == torch.bfloat16
 
