@@ -166,7 +166,7 @@ class EngineMetrics:
             buckets=STEP_BUCKETS,
             registry=registry,
         )
-        self._parts = [parts.labels(part=part) for part in ("device_wait", "prepare", "forward", "sample", "rpc")]
+        self._parts = [parts.labels(part=part) for part in (*names.STEP_PARTS, "rpc")]
 
 
 class _CoreCollector(Collector):

@@ -105,6 +105,8 @@ METRIC_STEP_SEQUENCES: Final = "stepwire_step_sequences"
 METRIC_STEP_TIME: Final = "stepwire_step_seconds"
 METRIC_STEP_PARTS: Final = "stepwire_step_part_seconds"
 METRIC_READY: Final = "stepwire_ready"
+# Parts of a step in the worker, in their order: values of the label "part".
+STEP_PARTS: Final = ("device_wait", "prepare", "forward", "sample")
 METRIC_WORKER_PHASE: Final = "stepwire_worker_phase"
 METRIC_WORKER_EPOCH: Final = "stepwire_worker_epoch"
 METRIC_WORKER_RANK: Final = "stepwire_worker_rank"

@@ -11,8 +11,6 @@ from rich.text import Text
 from stepwire.telemetry import names
 from stepwire.top.sample import Change
 
-_PARTS = ("device_wait", "prepare", "forward", "sample")
-
 
 def render(changes: Sequence[Change]) -> RenderableType:
     """Schedulers first, then workers, then whoever does not answer."""
@@ -77,7 +75,7 @@ def _blocks(blocks: dict[str, float]) -> RenderableType:
 
 def _workers(workers: Sequence[Change]) -> RenderableType:
     table = Table(box=None, pad_edge=False)
-    for title in ("worker", "rank", "phase", "epoch", "sequences", "weights", "KV cache", *_PARTS):
+    for title in ("worker", "rank", "phase", "epoch", "sequences", "weights", "KV cache", *names.STEP_PARTS):
         table.add_column(title, justify="left" if title in ("worker", "phase") else "right")
     for change in sorted(workers, key=lambda change: change.after.total(names.METRIC_WORKER_RANK)):
         after = change.after
@@ -91,7 +89,7 @@ def _workers(workers: Sequence[Change]) -> RenderableType:
             f"{after.total(names.METRIC_WORKER_SEQUENCES):.0f}",
             _bytes(memory.get("weights", 0)),
             _bytes(memory.get("kv_cache", 0)),
-            *(_seconds(change.mean(names.METRIC_WORKER_STEP_PARTS, part=part)) for part in _PARTS),
+            *(_seconds(change.mean(names.METRIC_WORKER_STEP_PARTS, part=part)) for part in names.STEP_PARTS),
         )
     return table
 

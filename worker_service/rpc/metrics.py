@@ -24,7 +24,7 @@ class WorkerMetrics:
             buckets=STEP_BUCKETS,
             registry=metrics.registry,
         )
-        self._parts = [parts.labels(part=part) for part in ("device_wait", "prepare", "forward", "sample")]
+        self._parts = [parts.labels(part=part) for part in names.STEP_PARTS]
         metrics.registry.register(_StateCollector(state, num_sequences))
 
     def step_answered(self, output: StepOutput, queue_ns: int) -> None:
