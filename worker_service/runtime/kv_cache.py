@@ -46,12 +46,7 @@ class KvCache:
         try:
             self._data = _zeros(dims, shape.dtype, device)
         except (MemoryError, RuntimeError) as error:
-            raise RuntimeFailure(
-                "out_of_memory",
-                f"the KV cache needs {self.num_bytes} bytes ({num_blocks} blocks of {block_size} tokens), which "
-                f"{device} does not have; lower num_kv_blocks or kv_cache_bytes",
-                {"needed_bytes": str(self.num_bytes), "num_blocks": str(num_blocks), "device": str(device)},
-            ) from error
+            raise no_room_for_cache(self.num_bytes, num_blocks, block_size, device) from error
         # The same row numbers serve every layer, keys and values: each has a view that starts at its own first row.
         self._rows_per_block = shape.num_layers * 2 * shape.num_kv_heads
         rows = self._data.view(-1, block_size * shape.head_dim)
@@ -87,6 +82,16 @@ class KvCache:
         """Keys and values at `block_rows`, each [rows, block_size * head_dim]."""
         keys, values = self._by_block[layer]
         return keys.index_select(0, rows), values.index_select(0, rows)
+
+
+def no_room_for_cache(num_bytes: int, num_blocks: int, block_size: int, device: torch.device) -> RuntimeFailure:
+    """The error for a KV cache whose memory the device did not give."""
+    return RuntimeFailure(
+        "out_of_memory",
+        f"the KV cache needs {num_bytes} bytes ({num_blocks} blocks of {block_size} tokens), which {device} does not "
+        "have; lower num_kv_blocks or kv_cache_bytes",
+        {"needed_bytes": str(num_bytes), "num_blocks": str(num_blocks), "device": str(device)},
+    )
 
 
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -14,6 +14,7 @@ from worker_service.models.native import LAYOUT, decoder_spec, pack_weights
 from worker_service.runtime.batch import StepBatch
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.executor import Executor
+from worker_service.runtime.kv_cache import no_room_for_cache
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -81,12 +82,7 @@ class NativeExecutor:
         try:
             cache = layout.allocate()
         except (MemoryError, OSError, RuntimeError) as error:
-            raise RuntimeFailure(
-                "out_of_memory",
-                f"the KV cache needs {layout.num_bytes} bytes ({layout.num_blocks} blocks of {layout.block_size} "
-                "tokens), which cpu does not have; lower num_kv_blocks or kv_cache_bytes",
-                {"needed_bytes": str(layout.num_bytes), "num_blocks": str(layout.num_blocks), "device": "cpu"},
-            ) from error
+            raise no_room_for_cache(layout.num_bytes, layout.num_blocks, layout.block_size, self.device) from error
         self._decoder = native.Decoder(pool, spec, layout, cache)
 
     def take_blocks(self, block_ids: Sequence[IntArray]) -> None:

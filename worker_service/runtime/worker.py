@@ -106,12 +106,13 @@ class WorkerRuntime:
                 f"{place.pipeline_parallel_size}: this version runs a model on one worker; set both to 1",
             )
         device = open_device(self._settings.device)
-        torch.set_num_threads(self._settings.threads or usable_cores())
+        num_threads = self._settings.threads or usable_cores()
+        torch.set_num_threads(num_threads)
         if self._device not in (None, device):
             self.reset(Phase.STARTING)
         self._device, self._place = device, place
         if self._pool is None and device.type == "cpu" and self._settings.native_kernels:
-            self._pool = native_pool(self._settings.threads or usable_cores())
+            self._pool = native_pool(num_threads)
         memory = device_memory(device)
         return DeviceInfo(str(device), device_name(device), memory.total_bytes, memory.free_bytes)
 
