@@ -10,7 +10,7 @@ from dataclasses import replace
 from loader.completeness import wrong_shape
 from loader.config import ModelConfig
 from loader.families import FAMILIES
-from loader.tensors import TensorInfo
+from loader.tensors import TensorInfo, rows_of
 
 _LAYER = re.compile(r"model\.layers\.\d{1,5}\.")
 
@@ -58,17 +58,5 @@ def split_fused(config: ModelConfig, stored: TensorInfo) -> Iterator[TensorInfo]
         raise wrong_shape(stored, (num_rows, config.hidden_size)[: max(1, len(stored.shape))])
     start = 0
     for name, rows in parts:
-        yield rows_of(stored, f"{outer}.{name}.{rest}", start, rows)
+        yield rows_of(stored, f"{outer}.{name}.{rest}", start, start + rows)
         start += rows
-
-
-def rows_of(stored: TensorInfo, name: str, start: int, num_rows: int) -> TensorInfo:
-    """`num_rows` rows of a stored tensor from row `start` on, as a tensor of its own."""
-    row_bytes = stored.num_bytes // stored.shape[0]
-    return replace(
-        stored,
-        name=name,
-        shape=(num_rows, *stored.shape[1:]),
-        offset=stored.offset + start * row_bytes,
-        num_bytes=num_rows * row_bytes,
-    )

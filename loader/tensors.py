@@ -1,7 +1,7 @@
 """Where tensors lie, and which part of one a rank wants. Imports no torch."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -65,6 +65,18 @@ class WeightSlice:
         if self.dim is None:
             return self.shape
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+
+def rows_of(stored: TensorInfo, name: str, start: int, stop: int) -> TensorInfo:
+    """The rows `[start, stop)` of a stored tensor, as a tensor of its own called `name`."""
+    row_bytes = stored.num_bytes // stored.shape[0]
+    return replace(
+        stored,
+        name=name,
+        shape=(stop - start, *stored.shape[1:]),
+        offset=stored.offset + start * row_bytes,
+        num_bytes=(stop - start) * row_bytes,
+    )
 
 
 def files_of(tensors: Iterable[TensorInfo]) -> list[Path]:

@@ -9,8 +9,7 @@ from loader.adapters.config import LoraConfig
 from loader.adapters.targets import EMBEDDING, HEAD, Target, TrainedModule, is_saved_by
 from loader.errors import CheckpointError
 from loader.layout import Parameter
-from loader.stored_names import rows_of
-from loader.tensors import TensorInfo
+from loader.tensors import TensorInfo, rows_of
 
 CHECK_BASE = "use the base model that the adapter was trained on"
 Stored = dict[tuple[str, str], TensorInfo]
@@ -114,7 +113,7 @@ def _split(module: TrainedModule, info: TensorInfo) -> Iterator[tuple[Parameter,
     """Each part of a module with its rows of a tensor that has those of all."""
     start = 0
     for part, num_rows in zip(module.parts, module.num_rows, strict=True):
-        yield part, rows_of(info, info.name, start, num_rows)
+        yield part, rows_of(info, info.name, start, start + num_rows)
         start += num_rows
 
 

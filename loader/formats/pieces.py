@@ -40,20 +40,6 @@ def join_pieces(name: str, pieces: Sequence[Piece], size: int) -> TensorInfo:
     )
 
 
-def rows_of(info: TensorInfo, name: str, start: int, stop: int) -> TensorInfo:
-    """The rows `[start, stop)` of a stored tensor, as a tensor of its own called `name`."""
-    row_bytes = info.num_bytes // info.shape[0]
-    return TensorInfo(
-        name=name,
-        dtype=info.dtype,
-        shape=(stop - start, *info.shape[1:]),
-        file=info.file,
-        offset=info.offset + start * row_bytes,
-        num_bytes=(stop - start) * row_bytes,
-        stored_name=info.stored_name,
-    )
-
-
 def _check_alike(name: str, pieces: Sequence[Piece]) -> None:
     first = pieces[0]
     for piece in pieces:

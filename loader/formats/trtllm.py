@@ -16,13 +16,13 @@ from loader.completeness import check_tensors, wrong_shape
 from loader.config import ModelConfig
 from loader.errors import CheckpointError
 from loader.files import read_json_object
-from loader.formats.pieces import join_pieces, rows_of
+from loader.formats.pieces import join_pieces
 from loader.formats.safetensors import file_facts, read_configs, refuse_foreign_types
 from loader.formats.trtllm_config import RankMapping, huggingface_fields, rank_mapping
 from loader.hf_config import read_hf_config
 from loader.safetensors_format import SafetensorsFile, read_safetensors_file
 from loader.shares import Share, even_share, grouped_share
-from loader.tensors import Piece, TensorInfo
+from loader.tensors import Piece, TensorInfo, rows_of
 
 _CONVERT_AGAIN = "convert the model again, unquantised, or use its Hugging Face form"
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
