@@ -6,12 +6,12 @@ import torch
 
 from loader.checkpoint import Checkpoint
 from loader.errors import CheckpointError, LoadCancelled
-from loader.files import open_regular, read_exactly
+from loader.files import open_regular
+from loader.stored_rows import FLOAT_DTYPES, read_rows
 from loader.tensors import TensorInfo, WeightSlice
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CHUNK_BYTES = 4 << 20
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def check_tied_head(checkpoint: Checkpoint, wanted: Sequence[WeightSlice], cancelled: Callable[[], bool]) -> None:
@@ -30,7 +30,7 @@ def check_tied_head(checkpoint: Checkpoint, wanted: Sequence[WeightSlice], cance
 
 
 def _compare(embedding: TensorInfo, head: TensorInfo, rows: tuple[int, int], cancelled: Callable[[], bool]) -> None:
-    if embedding.dtype != head.dtype and not {embedding.dtype, head.dtype} <= _DTYPES.keys():
+    if embedding.dtype != head.dtype and not {embedding.dtype, head.dtype} <= FLOAT_DTYPES.keys():
         raise _differs(embedding, head, rows[0])
     num_rows = embedding.shape[0]
     step = max(1, _CHUNK_BYTES * num_rows // max(embedding.num_bytes, head.num_bytes))
@@ -47,19 +47,10 @@ def _compare(embedding: TensorInfo, head: TensorInfo, rows: tuple[int, int], can
 
 def _read(descriptor: int, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
     """The rows as float32, in which every type that is converted has all its values; else as bytes."""
-    row_bytes = info.num_bytes // info.shape[0]
-    data = read_exactly(descriptor, (stop - start) * row_bytes, info.offset + start * row_bytes)
-    if len(data) != (stop - start) * row_bytes:
-        raise CheckpointError(
-            "invalid",
-            f"{info.file} became shorter while it was read",
-            "wait until the download has ended, then load again",
-            file=info.file,
-            tensor=info.name,
-        )
-    if info.dtype not in _DTYPES:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(stop - start, -1)
-    values = torch.frombuffer(bytearray(data), dtype=_DTYPES[info.dtype])
+    data = read_rows(descriptor, info, start, stop)
+    if info.dtype not in FLOAT_DTYPES:
+        return torch.frombuffer(data, dtype=torch.uint8).view(stop - start, -1)
+    values = torch.frombuffer(data, dtype=FLOAT_DTYPES[info.dtype])
     return values.float().nan_to_num().view(stop - start, -1)
 
 

@@ -9,12 +9,9 @@ from torch import Tensor
 
 from loader.adapters.adapter import Adapter, content_fingerprint
 from loader.adapters.parts import FactorPart, factor_parts, full_parts
-from loader.errors import CheckpointError
-from loader.files import read_exactly
 from loader.shares import RankPlace
+from loader.stored_rows import FLOAT_DTYPES, read_rows
 from loader.tensors import TensorInfo, WeightSlice
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +73,8 @@ def _read_factors(descriptor: int, part: FactorPart) -> LoraFactors:
 def _read(descriptor: int, info: TensorInfo, want: WeightSlice) -> Tensor:
     """The wanted part. Of one along dimension 0 no other bytes are read."""
     start, stop = (want.start, want.stop) if want.dim == 0 else (0, info.shape[0])
-    row_bytes = info.num_bytes // max(1, info.shape[0])
-    data = bytearray(read_exactly(descriptor, (stop - start) * row_bytes, info.offset + start * row_bytes))
-    if len(data) != (stop - start) * row_bytes:
-        raise CheckpointError(
-            "invalid",
-            f"{info.file} became shorter while it was read",
-            "wait until the download has ended, then load again",
-            file=info.file,
-            tensor=info.name,
-        )
-    values = torch.frombuffer(data, dtype=_DTYPES[info.dtype]) if data else torch.empty(0, dtype=_DTYPES[info.dtype])
+    data, dtype = read_rows(descriptor, info, start, stop), FLOAT_DTYPES[info.dtype]
+    values = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     rows = values.view(stop - start, *info.shape[1:])
     if want.dim != 1 or len(info.shape) < 2 or prod(want.part_shape) == values.numel():
         return rows
