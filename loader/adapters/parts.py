@@ -1,7 +1,7 @@
 """Which part of an adapter a rank holds. Pure functions; imports no torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from loader.adapters.adapter import Adapter
@@ -62,11 +62,5 @@ def adapter_bytes(adapter: Adapter, place: RankPlace) -> int:
 
 
 def _slices(parameter: Parameter) -> Iterator[WeightSlice]:
-    if not isinstance(parameter, Linear):
-        yield from parameter.slices()
-        return
     # What replaces the weight of a quantised base, too, is one tensor.
-    shape = (parameter.outputs.size, parameter.inputs.size)
-    dim, share = (0, parameter.outputs) if parameter.inputs.is_whole else (1, parameter.inputs)
-    yield WeightSlice(f"{parameter.name}.weight", shape, dim, share.start, share.stop)
-    yield from parameter.bias_slices()
+    return (replace(parameter, scheme=None) if isinstance(parameter, Linear) else parameter).slices()
