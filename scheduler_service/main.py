@@ -25,6 +25,7 @@ from scheduler_service.engine.preflight import PHASE, check_before_start, check_
 from scheduler_service.engine.start import GroupStarter, StartedGroup, StartPlan, startup_phase, startup_trace
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tokens import Tokens
+from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServicer
 from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
 from scheduler_service.rpc.worker_client import WorkerClient
 from scheduler_service.settings import SchedulerSettings
@@ -36,7 +37,7 @@ from stepwire.telemetry.logs import configure_logging
 from stepwire.telemetry.metrics import Metrics
 from stepwire.telemetry.setup import Telemetry
 from stepwire.telemetry.trace import get_tracer
-from stepwire.v1 import inference_pb2_grpc
+from stepwire.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 EXIT_OK = 0
 EXIT_CANNOT_START = 1
@@ -80,9 +81,14 @@ class _Service:
         self._tracer: Tracer = get_tracer(telemetry.tracer_provider)
         self._metrics = Metrics()
         self._engine = Engine(_served_name(settings), self._tracer, settings.tenant_rules, self._metrics)
-        self._server = create_server(tracer_provider=telemetry.tracer_provider, max_message_bytes=MAX_MESSAGE_BYTES)
+        admin_keys = {} if settings.admin_key is None else {ADMIN_SERVICE_NAME: settings.admin_key}
+        self._server = create_server(
+            tracer_provider=telemetry.tracer_provider, max_message_bytes=MAX_MESSAGE_BYTES, service_keys=admin_keys
+        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._engine), self._server)
-        self._health = _Health(self._engine, add_standard_services(self._server, [SERVICE_NAME]))
+        if admin_keys:
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._engine), self._server)
+        self._health = _Health(self._engine, add_standard_services(self._server, [SERVICE_NAME, *admin_keys]))
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._workers = [
@@ -97,6 +103,8 @@ class _Service:
         except BindError as error:
             return _cannot_start(error.strerror or str(error))
         await self._server.start()
+        if self._settings.admin_key is not None:
+            await self._health.set_serving(ADMIN_SERVICE_NAME)
         _log.info("listening", address=f"{self._settings.host}:{port}", model=self._engine.model_name)
         watchers = (
             asyncio.create_task(self._health.follow(), name="health"),
@@ -231,6 +239,10 @@ class _Health:
         while True:
             await self.update()
             await asyncio.sleep(_HEALTH_EVERY_S)
+
+    async def set_serving(self, service: str) -> None:
+        """A service that answers whatever the engine's state is."""
+        await self._servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     async def update(self) -> None:
         """Looks once."""

@@ -97,6 +97,13 @@ class SchedulerSettings(BaseModel):
         repr=False,
         description="Key that the workers ask for; needed off loopback.",
     )
+    admin_key: str | None = Field(
+        default=None,
+        min_length=16,
+        pattern=r"^[\x21-\x7e]+$",
+        repr=False,
+        description="Key that AdminService asks for, another one than the cluster key; without it there is none.",
+    )
     otlp_endpoint: str | None = Field(
         default=None, description="OTLP/gRPC endpoint for traces, such as http://127.0.0.1:4317; none sends no traces."
     )
@@ -135,6 +142,12 @@ class SchedulerSettings(BaseModel):
     def _check_priorities(cls, entries: list[str]) -> list[str]:
         parse_priorities(entries)
         return entries
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        if self.admin_key is not None and self.admin_key == self.cluster_key:
+            raise ValueError("admin_key is the cluster_key: whoever may command workers need not be an operator")
+        return self
 
     @model_validator(mode="after")
     def _check_step_size(self) -> Self:

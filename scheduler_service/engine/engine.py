@@ -166,6 +166,16 @@ class Engine:
             return False
         return self._loop.is_alive and self._group.is_alive
 
+    @property
+    def group(self) -> WorkerGroup | None:
+        """Its workers; None before they are ready."""
+        return self._group
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of `generate` that have not ended."""
+        return self._num_calls
+
     def model_info(self, name: str = "") -> ModelInfo:
         """The model and how it stands. Raises MODEL_NOT_FOUND for another name."""
         self._check_model(name)

@@ -41,6 +41,17 @@ class Rank:
         return known
 
 
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """How a rank stands: what names it, and the seconds since it was last heard of."""
+
+    rank: int
+    address: str
+    host: str
+    process_id: int
+    silent_s: float
+
+
 def rank_failed(rank: Rank, phase: str, error: StepwireError, reason: str | None = None) -> StepwireError:
     """An error of a rank, with where it happened. The reason stays the rank's own unless one is given."""
     where = f"rank {rank.rank} at {rank.port.address}" + (f" on host {rank.host}" if rank.host else "")
@@ -78,7 +89,7 @@ class WorkerGroup:
         on_failure: Callable[[StepwireError], None],
     ) -> None:
         self._ranks = list(ranks)
-        self._epoch = epoch
+        self.epoch = epoch
         self._step_timeout_s = step_timeout_s
         self._observer = observer
         self._on_result = on_result
@@ -95,7 +106,7 @@ class WorkerGroup:
         """Opens the step streams and begins to watch. Raises StepwireError."""
         for rank in self._ranks:
             try:
-                self._streams.append(await rank.port.open_stream(self._epoch))
+                self._streams.append(await rank.port.open_stream(self.epoch))
             except StepwireError as error:
                 raise rank_failed(rank, "open_stream", error) from error
         self._seen_at = [time.monotonic()] * len(self._ranks)
@@ -124,6 +135,14 @@ class WorkerGroup:
     def is_alive(self) -> bool:
         """Whether every rank has lately been heard of."""
         return self.failure is None and time.monotonic() - min(self._seen_at) < LOST_AFTER_S
+
+    def rank_reports(self) -> list[RankReport]:
+        """How each rank stands."""
+        now = time.monotonic()
+        return [
+            RankReport(rank.rank, rank.port.address, rank.host, rank.process_id, now - seen_at)
+            for rank, seen_at in zip(self._ranks, self._seen_at, strict=True)
+        ]
 
     async def close(self) -> None:
         """Ends streams and tasks, and closes the connections."""
@@ -156,7 +175,7 @@ class WorkerGroup:
             with contextlib.suppress(StepwireError):
                 status = await rank.port.get_status(timeout_s=LOST_AFTER_S / 2)
                 self._seen_at[rank.rank] = time.monotonic()
-                if status.epoch != self._epoch:
+                if status.epoch != self.epoch:
                     text = f"another scheduler has taken the worker over: it is in epoch {status.epoch}"
                     self._fail(rank, StepwireError("STALE_EPOCH", text, {"epoch": str(status.epoch)}))
             silent_s = time.monotonic() - self._seen_at[rank.rank]

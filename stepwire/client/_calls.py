@@ -22,9 +22,15 @@ class CallFactory:
     """Begins calls to one service."""
 
     def __init__(
-        self, target: str, key: str | None, tenant: str | None, tracer_provider: TracerProvider | None
+        self,
+        target: str,
+        key: str | None,
+        tenant: str | None,
+        tracer_provider: TracerProvider | None,
+        service: str = SERVICE,
     ) -> None:
         self.target = target
+        self._service = service
         self._metadata = [] if key is None else [key_metadata(key)]
         if tenant is not None:
             self._metadata.append((TENANT_KEY, tenant))
@@ -39,7 +45,7 @@ class CallFactory:
         metadata = list(self._metadata)
         if not traced:
             return ClientCall(self.target, trace.INVALID_SPAN, metadata)
-        name = f"{SERVICE}/{method}"
+        name = f"{self._service}/{method}"
         attributes = {**self._attributes, names.RPC_METHOD: name}
         span = self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)
         inject(span, metadata)

@@ -88,13 +88,13 @@ def detokenize(token_ids: Sequence[int], model_name: str, *, keep_special_tokens
 def get_model(name: str) -> UnaryCall[Model]:
     """Raises as `generate_request` does."""
     request = _filled(inference_pb2.GetModelRequest, model=name)
-    return UnaryCall("GetModel", request, lambda answer: _model(answer.model))
+    return UnaryCall("GetModel", request, lambda answer: model(answer.model))
 
 
 def list_models() -> UnaryCall[tuple[Model, ...]]:
     """Asks for all models."""
     request = inference_pb2.ListModelsRequest()
-    return UnaryCall("ListModels", request, lambda answer: tuple(_model(entry) for entry in answer.models))
+    return UnaryCall("ListModels", request, lambda answer: tuple(model(entry) for entry in answer.models))
 
 
 def event(response: inference_pb2.GenerateResponse) -> Event | None:
@@ -114,7 +114,7 @@ def event(response: inference_pb2.GenerateResponse) -> Event | None:
     return None
 
 
-def _model(message: inference_pb2.Model) -> Model:
+def model(message: inference_pb2.Model) -> Model:
     return Model(
         name=message.name,
         state=_MODEL_STATES.get(message.state, ModelState.UNKNOWN),

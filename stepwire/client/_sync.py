@@ -29,6 +29,19 @@ from stepwire.v1.inference_pb2_grpc import InferenceServiceStub
 _T = TypeVar("_T")
 
 
+def call_unary(method: Any, span: ClientCall, call: UnaryCall[_T], timeout: float | None) -> _T:
+    """Makes a call with one answer, and answers what it means. Raises StepwireError."""
+    try:
+        answer = method(call.request, timeout=timeout, metadata=span.metadata)
+    except grpc.RpcError as error:
+        raise span.failed(error) from error
+    except BaseException:
+        span.cancelled()
+        raise
+    span.succeeded()
+    return call.convert(answer)
+
+
 class GenerateStream(Iterator[Event]):
     """The events of one request. Dropping it, closing it or leaving its `with` block cancels the request.
 
@@ -195,16 +208,7 @@ class Client:
 
     def _unary(self, call: UnaryCall[_T], timeout: float | None, *, traced: bool = True) -> _T:
         method = self._method(call.method)
-        span = self._calls.begin(call.method, traced=traced)
-        try:
-            answer = method(call.request, timeout=timeout, metadata=span.metadata)
-        except grpc.RpcError as error:
-            raise span.failed(error) from error
-        except BaseException:
-            span.cancelled()
-            raise
-        span.succeeded()
-        return call.convert(answer)
+        return call_unary(method, self._calls.begin(call.method, traced=traced), call, timeout)
 
     def _method(self, name: str) -> Any:
         if self._is_closed:

@@ -89,15 +89,18 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without `authorization: Bearer <key>`; health checks need no key."""
+    """Refuses methods that begin with `prefix` without `authorization: Bearer <key>`; health checks need no key."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, prefix: str = "/") -> None:
         self._digest = _digest(f"Bearer {key}")
+        self._prefix = prefix
 
     async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> Any:
         """Replaces the call's handler by a refusal, unless the key is right."""
         handler = await continuation(details)
-        if handler is None or details.method.startswith(_HEALTH_PREFIX) or self._accepts(details):
+        method = details.method
+        is_open = not method.startswith(self._prefix) or method.startswith(_HEALTH_PREFIX)
+        if handler is None or is_open or self._accepts(details):
             return handler
         return _rebuild(handler, _refuse)
 

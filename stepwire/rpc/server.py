@@ -3,7 +3,8 @@
 import errno
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -12,6 +13,8 @@ from opentelemetry.trace import TracerProvider
 
 from stepwire.rpc.interceptors import AuthInterceptor, ErrorInterceptor, TracingInterceptor
 from stepwire.telemetry.metrics import Metrics
+
+_NO_KEYS: Mapping[str, str] = MappingProxyType({})
 
 
 class BindError(OSError):
@@ -38,16 +41,22 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
 
 
 def create_server(
-    *, tracer_provider: TracerProvider | None, max_message_bytes: int, key: str | None = None
+    *,
+    tracer_provider: TracerProvider | None,
+    max_message_bytes: int,
+    key: str | None = None,
+    service_keys: Mapping[str, str] = _NO_KEYS,
 ) -> grpc.aio.Server:
     """A server whose handlers may raise StepwireError and have a SERVER span each.
 
     `max_message_bytes` bounds messages in both directions. With `key` every call but health checks
-    must carry it. Needs a running event loop.
+    must carry it; with `service_keys` those of a service ("stepwire.v1.AdminService") its own. Needs a running event
+    loop.
     """
     interceptors: list[grpc.aio.ServerInterceptor] = [TracingInterceptor(tracer_provider)]
     if key is not None:
         interceptors.append(AuthInterceptor(key))
+    interceptors.extend(AuthInterceptor(own, f"/{service}/") for service, own in service_keys.items())
     interceptors.append(ErrorInterceptor())
     return grpc.aio.server(interceptors=interceptors, options=_options(max_message_bytes))
 

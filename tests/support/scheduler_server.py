@@ -16,6 +16,7 @@ from scheduler_service.engine.start import GroupStarter, StartPlan
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.tokens import Tokens
+from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServicer
 from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
 from scheduler_service.rpc.worker_client import WorkerClient
 from stepwire.rpc.channel import create_channel
@@ -23,8 +24,8 @@ from stepwire.rpc.errors import StepwireError, from_rpc_error
 from stepwire.rpc.server import add_standard_services, bind, create_server
 from stepwire.telemetry.metrics import Metrics
 from stepwire.telemetry.trace import get_tracer
+from stepwire.v1 import admin_pb2_grpc, inference_pb2_grpc
 from stepwire.v1 import inference_pb2 as pb
-from stepwire.v1 import inference_pb2_grpc
 from stepwire.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.support.fake_worker import FakeWorker, FakeWorkerServer, letter_ids
 from tests.support.tiny_checkpoint import CHAT_TEMPLATE, EOS_TOKEN_ID, tiny_tokenizer
@@ -91,9 +92,10 @@ async def running_scheduler(
     step_timeout_s: float = 30.0,
     max_queued_requests: int = 1024,
     tenants: TenantRules | None = None,
+    admin_key: str | None = None,
     **plan_changes: Any,
 ) -> AsyncIterator[RunningScheduler]:
-    """A scheduler that serves."""
+    """A scheduler that serves; with an `admin_key` it has AdminService."""
     tokenizer = tiny_tokenizer()
     worker = FakeWorker(choices=letter_ids(tokenizer))
     worker_server = FakeWorkerServer(worker)
@@ -101,9 +103,12 @@ async def running_scheduler(
     tracer = get_tracer(tracer_provider)
     metrics = Metrics()
     engine = Engine(MODEL, tracer, tenants or TenantRules(), metrics)
-    server = create_server(tracer_provider=tracer_provider, max_message_bytes=64 << 20)
+    keys = {} if admin_key is None else {ADMIN_SERVICE_NAME: admin_key}
+    server = create_server(tracer_provider=tracer_provider, max_message_bytes=64 << 20, service_keys=keys)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine), server)
-    add_standard_services(server, [SERVICE_NAME])
+    if keys:
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(engine), server)
+    add_standard_services(server, [SERVICE_NAME, *keys])
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()
     client = WorkerClient(worker_server.address, key=None, tracer=tracer)

@@ -22,3 +22,10 @@ def test_a_step_too_small_for_the_running_sequences_is_refused() -> None:
 
 def test_the_key_is_not_shown() -> None:
     assert "secret" not in repr(SchedulerSettings(model="m", cluster_key="secret-secret-secret"))
+
+
+def test_the_admin_key_is_a_key_of_its_own_and_is_never_shown() -> None:
+    settings = SchedulerSettings(model="m", admin_key="a-key-for-operators", cluster_key="a-key-for-workers")
+    assert "a-key-for-operators" not in repr(settings)
+    with pytest.raises(ValidationError, match="admin_key is the cluster_key"):
+        SchedulerSettings(model="m", admin_key="one-key-for-both-", cluster_key="one-key-for-both-")

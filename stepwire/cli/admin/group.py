@@ -1,0 +1,13 @@
+"""`stepwire admin`: its commands, each kind of operation in a module beside this one."""
+
+import click
+
+from stepwire.cli.admin.state import state
+
+
+@click.group()
+def admin() -> None:
+    """Operate a server that was started with an admin key (--admin-key, STEPWIRE_ADMIN_KEY)."""
+
+
+admin.add_command(state)

@@ -1,0 +1,39 @@
+"""`stepwire admin state`."""
+
+import dataclasses
+import json
+
+import click
+
+from stepwire.cli.admin.connection import admin_options, connect
+from stepwire.cli.tables import ago, print_table
+from stepwire.client.admin_types import ServerState
+
+_HEADINGS = ("RANK", "ADDRESS", "HOST", "PID", "LAST SEEN")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@admin_options
+def state(target: str, admin_key: str | None, timeout: float, *, as_json: bool) -> None:
+    """Show how a server, its queue and its workers stand."""
+    with connect(target, admin_key) as client:
+        found = client.get_state(timeout=timeout)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        return
+    _print(found)
+
+
+def _print(found: ServerState) -> None:
+    model = found.model
+    click.echo(f"{model.name}: {model.state}, epoch {found.epoch}, up {found.uptime_s:.0f} s")
+    click.echo(
+        f"{found.num_calls} calls, {model.num_running} sequences running, {model.num_waiting} waiting, "
+        f"{model.num_free_blocks} of {model.num_blocks} KV blocks free"
+    )
+    rows = [
+        (str(worker.rank), worker.address, worker.host, str(worker.process_id), ago(worker.silent_s))
+        for worker in found.workers
+    ]
+    print_table([_HEADINGS, *rows])

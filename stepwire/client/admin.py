@@ -1,0 +1,56 @@
+"""The client of AdminService, for threads."""
+
+from types import TracebackType
+from typing import Self, TypeVar
+
+from opentelemetry.trace import TracerProvider
+
+from stepwire.client import _admin_convert, _calls
+from stepwire.client._calls import DEFAULT_TIMEOUT_S, CallFactory
+from stepwire.client._convert import UnaryCall
+from stepwire.client._sync import call_unary
+from stepwire.client.admin_types import ServerState
+from stepwire.rpc.channel import create_sync_channel
+from stepwire.v1.admin_pb2_grpc import AdminServiceStub
+
+SERVICE = "stepwire.v1.AdminService"
+
+_T = TypeVar("_T")
+
+
+class AdminClient:
+    """Operates a scheduler. Safe to share between threads; connects at the first call.
+
+    `key` is the scheduler's admin key. All methods raise StepwireError when a call fails, and take a `timeout` in
+    seconds for the whole call. A scheduler without an admin key does not know these calls.
+    """
+
+    def __init__(
+        self, target: str = _calls.DEFAULT_TARGET, *, key: str, tracer_provider: TracerProvider | None = None
+    ) -> None:
+        self._calls = CallFactory(target, key, None, tracer_provider, SERVICE)
+        self._channel = create_sync_channel(target, max_message_bytes=_calls.DEFAULT_MAX_MESSAGE_BYTES)
+        self._stub = AdminServiceStub(self._channel)
+        self._is_closed = False
+
+    def get_state(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> ServerState:
+        """How the scheduler, its queue and its workers stand."""
+        return self._call(_admin_convert.get_state(), timeout)
+
+    def close(self) -> None:
+        """Cancels what is running and closes the connection."""
+        self._is_closed = True
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, call: UnaryCall[_T], timeout: float | None) -> _T:
+        if self._is_closed:
+            raise _calls.client_closed()
+        return call_unary(getattr(self._stub, call.method), self._calls.begin(call.method), call, timeout)

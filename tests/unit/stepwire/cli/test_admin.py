@@ -1,0 +1,65 @@
+"""`stepwire admin` against a small AdminService over real gRPC."""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+
+from stepwire.rpc.errors import STATUS_DETAILS_KEY, StepwireError, to_status
+from stepwire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+
+KEY = "an-admin-key-of-some-length"
+
+
+class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
+    """Answers one state to whoever has the key."""
+
+    def GetState(
+        self, _request: admin_pb2.GetStateRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.GetStateResponse:
+        if ("authorization", f"Bearer {KEY}") not in list(context.invocation_metadata()):
+            error = StepwireError("UNAUTHENTICATED", "no valid key")
+            context.set_trailing_metadata([(STATUS_DETAILS_KEY, to_status(error).SerializeToString())])
+            context.abort(error.code, error.message)
+        worker = admin_pb2.WorkerState(rank=0, address="127.0.0.1:50061", host="here", process_id=17)
+        model = inference_pb2.Model(name="m", state=inference_pb2.MODEL_STATE_READY, block_count=9, free_block_count=7)
+        return admin_pb2.GetStateResponse(model=model, epoch=3, workers=[worker], call_count=2)
+
+
+@pytest.fixture
+def target() -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(FakeAdmin(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_the_state_as_text_and_as_json(run_command: Callable[..., Any], target: str) -> None:
+    done = run_command("admin", "state", "--target", target, "--admin-key", KEY)
+    assert "m: ready, epoch 3" in done.stdout
+    assert "2 calls" in done.stdout and "7 of 9 KV blocks free" in done.stdout
+    assert "127.0.0.1:50061" in done.stdout and "17" in done.stdout
+    found = json.loads(run_command("admin", "state", "--json", "--target", target, "--admin-key", KEY).stdout)
+    assert (found["epoch"], found["workers"][0]["process_id"], found["model"]["state"]) == (3, 17, "ready")
+
+
+def test_the_key_comes_from_the_environment_too(
+    run_command: Callable[..., Any], target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPWIRE_ADMIN_KEY", KEY)
+    assert run_command("admin", "state", "--target", target).exit_code == 0
+
+
+def test_what_is_wrong_is_said(run_command: Callable[..., Any], command: Any, target: str) -> None:
+    done = run_command("admin", "state", "--target", target)
+    assert (done.exit_code, "set STEPWIRE_ADMIN_KEY" in done.stderr) == (1, True)
+    done = run_command("admin", "state", "--target", target, "--admin-key", "wrong")
+    assert (done.exit_code, "has another admin key" in done.stderr) == (1, True)
+    assert "has no AdminService" in command("admin", "state", "--admin-key", KEY).stderr
+    done = run_command("admin", "state", "--target", "127.0.0.1:1", "--admin-key", KEY)
+    assert "nobody listens on 127.0.0.1:1" in done.stderr
