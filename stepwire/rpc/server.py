@@ -25,18 +25,23 @@ class AddressInUse(BindError):
     """Another process listens on the address asked for."""
 
 
+# What a probe asks for that only wants to know whether to restart the process: one that loads or recovers is alive.
+LIVE = "live"
+
+
 class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
-    """grpc.health.v1 for a fixed set of services, each NOT_SERVING at first."""
+    """grpc.health.v1 for a fixed set of services, each NOT_SERVING at first, and LIVE, which is always SERVING."""
 
     def __init__(self, service_names: Sequence[str]) -> None:
         super().__init__()
         # The base class starts as serving; there must be no moment at which a service that is not ready says it is.
         self._server_status = dict.fromkeys(["", *service_names], health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._server_status[LIVE] = health_pb2.HealthCheckResponse.SERVING
 
     async def set_all(self, *, serving: bool) -> None:
-        """Sets the status of every service, "" included."""
+        """Sets the status of every service, "" included, LIVE not."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in list(self._server_status):
+        for name in set(self._server_status) - {LIVE}:
             await self.set(name, status)
 
 

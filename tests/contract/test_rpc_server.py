@@ -80,6 +80,15 @@ async def test_health_starts_as_not_serving_and_changes() -> None:
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_a_server_that_does_not_serve_is_alive_all_the_same() -> None:
+    async with running() as (port, health), create_channel(f"127.0.0.1:{port}", max_message_bytes=LIMIT) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for serving in (True, False):
+            await health.set_all(serving=serving)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service="live"), timeout=5)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
 async def test_reflection_lists_the_services() -> None:
     async with running() as (port, _), create_channel(f"127.0.0.1:{port}", max_message_bytes=LIMIT) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
