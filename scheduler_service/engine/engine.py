@@ -15,6 +15,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.plan import StepResult
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.engine.best_of import BestOf
 from scheduler_service.engine.group import WorkerGroup
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.loop import StepLoop
@@ -256,12 +257,12 @@ class Engine:
         loop, validator, served = self._require_model()
         checked = validator.check(call)
         # Before the work of tokenizing what the queue has no place for.
-        loop.check_queue(checked.n, self._num_admitting)
-        self._num_admitting += checked.n
+        loop.check_queue(checked.num_sequences, self._num_admitting)
+        self._num_admitting += checked.num_sequences
         try:
             token_ids = await self._token_ids(served, call.prompt)
         finally:
-            self._num_admitting -= checked.n
+            self._num_admitting -= checked.num_sequences
         self._require_open()
         max_tokens = validator.max_tokens(len(token_ids), checked)
         trace.describe(request_id, checked.sampling, checked.n, max_tokens)
@@ -269,7 +270,7 @@ class Engine:
             request_id=request_id,
             prompt_token_ids=token_ids,
             max_tokens=max_tokens,
-            n=checked.n,
+            n=checked.num_sequences,
             priority=call.priority,
             tenant=call.tenant,
             # Whoever shares a prefix cache can time what others asked for.
@@ -362,7 +363,8 @@ class Engine:
 
 
 def _live_request(request: Request, checked: Checked, trace: RequestTrace, arrival: float) -> LiveRequest:
-    return LiveRequest(request, checked.stops, checked.sampling.min_tokens, trace, arrival)
+    best_of = None if checked.best_of is None else BestOf(checked.best_of)
+    return LiveRequest(request, checked.stops, checked.sampling.min_tokens, trace, arrival, best_of)
 
 
 def _not_ready() -> StepwireError:

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from scheduler_service.core.request import FinishReason, Request
+from scheduler_service.engine.best_of import BestOf
 from scheduler_service.engine.output import OutputStream
 from scheduler_service.engine.stop import StopStrings
 from scheduler_service.engine.tracing import RequestTrace
@@ -19,6 +20,7 @@ class LiveRequest:
     min_tokens: int
     trace: RequestTrace
     arrival: float
+    best_of: BestOf | None = None
     stream: OutputStream = field(default_factory=OutputStream)
     is_closed: bool = False
     num_live: int = 0
@@ -37,7 +39,7 @@ class LiveRequest:
         """The last event."""
         return Finished(
             prompt_token_count=len(self.request.prompt_token_ids),
-            output_token_count=self.num_output_tokens,
+            output_token_count=self.num_output_tokens if self.best_of is None else self.best_of.num_best_tokens,
             cached_token_count=self.num_cached_tokens,
             queue_s=self.queue_s,
         )

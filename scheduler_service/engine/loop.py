@@ -19,6 +19,7 @@ from scheduler_service.core.plan import EndEvent, StepPlan, StepResult, TokenEve
 from scheduler_service.core.request import FinishReason
 from scheduler_service.core.request import Sequence as SchedulerSequence
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.engine.best_of import BestOf
 from scheduler_service.engine.detokenize import Detokenizer
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.output import Delivery, SequenceText, TextPipeline, Work
@@ -236,6 +237,9 @@ class StepLoop:
                     live.first_token_at = now
                     live.trace.first_token()
                 live.num_output_tokens += 1
+                if live.best_of is not None:
+                    self._hold_back(live, live.best_of, text.sequence, item)
+                    continue
                 live.stream.put(item)
                 if live.stream.is_overfull:
                     self.end(live, _too_slow(live))
@@ -246,13 +250,33 @@ class StepLoop:
 
     def _end_sequence(self, live: LiveRequest, sequence: SchedulerSequence, last: Output) -> None:
         if last.stop is not None:
-            self._texts.pop(sequence, None)
-            self._scheduler.end_sequence(sequence.sequence_id, FinishReason.STOP)
-            self._wake.set()
+            self._drop_sequence(sequence)
         live.finish_reasons[sequence.index] = last.finish_reason or FinishReason.STOP
+        self._count_end(live)
+
+    def _hold_back(self, live: LiveRequest, best_of: BestOf, sequence: SchedulerSequence, output: Output) -> None:
+        """Keeps what a sequence brought until it is known which are the best; ends the sequence when it cannot win."""
+        is_beaten = best_of.take(output)
+        if is_beaten:
+            self._drop_sequence(sequence)
+            self._count_end(live)
+        elif output.finish_reason is not None:
+            self._end_sequence(live, sequence, output)
+
+    def _drop_sequence(self, sequence: SchedulerSequence) -> None:
+        """Ends one sequence that needs no more tokens."""
+        self._texts.pop(sequence, None)
+        self._scheduler.end_sequence(sequence.sequence_id, FinishReason.STOP)
+        self._wake.set()
+
+    def _count_end(self, live: LiveRequest) -> None:
         live.num_live -= 1
-        if live.num_live == 0:
-            self._close_request(live, None)
+        if live.num_live:
+            return
+        if live.best_of is not None:
+            for output in live.best_of.best():
+                live.stream.put(output)
+        self._close_request(live, None)
 
     def _close_request(self, live: LiveRequest, error: StepwireError | None) -> None:
         live.is_closed = True

@@ -21,10 +21,10 @@ from scheduler_service.engine.stop import StopFinder
 from scheduler_service.engine.values import Output
 from stepwire.rpc.errors import StepwireError
 
-_MAX_MERGED_TOKENS = 512
+MAX_MERGED_TOKENS = 512
 # What a client may leave untaken: as many tokens, or a 24th of it with log-probabilities, which are that much larger.
 MAX_BACKLOG = 250_000
-_LOGPROBS_COST = 24
+LOGPROBS_COST = 24
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -49,10 +49,10 @@ class OutputStream:
 
     def put(self, output: Output) -> None:
         """Adds a message, or merges it into the last one of its sequence if that has not been taken."""
-        self._backlog += _cost(output)
+        self._backlog += cost(output)
         tail = self._tails.get(output.sequence_index)
-        if tail is not None and len(tail.token_ids) < _MAX_MERGED_TOKENS:
-            _merge(tail, output)
+        if tail is not None and len(tail.token_ids) < MAX_MERGED_TOKENS:
+            merge_output(tail, output)
         else:
             self._items.append(output)
             self._tails[output.sequence_index] = output
@@ -75,7 +75,7 @@ class OutputStream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         output = self._items.popleft()
-        self._backlog -= _cost(output)
+        self._backlog -= cost(output)
         if self._tails.get(output.sequence_index) is output:
             del self._tails[output.sequence_index]
         return output
@@ -85,11 +85,13 @@ class OutputStream:
             self._waiter.set_result(None)
 
 
-def _cost(output: Output) -> int:
-    return len(output.token_ids) + _LOGPROBS_COST * len(output.logprobs)
+def cost(output: Output) -> int:
+    """What a message counts of MAX_BACKLOG."""
+    return len(output.token_ids) + LOGPROBS_COST * len(output.logprobs)
 
 
-def _merge(tail: Output, output: Output) -> None:
+def merge_output(tail: Output, output: Output) -> None:
+    """Adds to a message the one after it, of the same sequence."""
     tail.token_ids += output.token_ids
     tail.text += output.text
     tail.logprobs += output.logprobs

@@ -5,8 +5,9 @@ Bounds are those written in inference.proto. NaN and infinities are outside ever
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from scheduler_service.engine.best_of import BestOfRule
 from scheduler_service.engine.stop import StopStrings
 from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.values import ChatPrompt, GenerateInput, Prompt, Sampling, SamplingInput, TextPrompt
@@ -32,12 +33,17 @@ _SEED_BITS = 53
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What does not depend on the prompt's tokens, in force. `max_tokens` None stands for what the context leaves."""
+    """What does not depend on the prompt's tokens, in force. `max_tokens` None stands for what the context leaves.
+
+    `num_sequences` are sampled; with `best_of` the n best of them are delivered.
+    """
 
     sampling: Sampling
     stops: StopStrings | None
     max_tokens: int | None
     n: int
+    num_sequences: int
+    best_of: BestOfRule | None
 
 
 class Validator:
@@ -57,7 +63,14 @@ class Validator:
         self.check_prompt(call.prompt)
         given = call.sampling
         max_tokens = None if given.max_tokens is None else _check_range("max_tokens", given.max_tokens, 1, 2**31 - 1)
-        return Checked(self._sampling(given), _check_stop(given.stop), max_tokens, _int("n", given.n, 1, (1, MAX_N)))
+        n = _int("n", given.n, 1, (1, MAX_N))
+        num_sequences = _int("best_of", given.best_of, n, (n, MAX_N))
+        best_of, sampling = None, self._sampling(given)
+        if num_sequences > n:
+            best_of = BestOfRule(n, has_logprobs=sampling.logprobs is not None)
+            # What a sequence is judged by.
+            sampling = sampling if best_of.has_logprobs else replace(sampling, logprobs=0)
+        return Checked(sampling, _check_stop(given.stop), max_tokens, n, num_sequences, best_of)
 
     def check_detokenize(self, token_ids: Sequence[int]) -> None:
         """Checks that there are no more ids than a context holds."""
@@ -92,6 +105,8 @@ class Validator:
                 "the context allow",
                 {"field": "min_tokens", "value": str(checked.sampling.min_tokens), "max_tokens": str(max_tokens)},
             )
+        if checked.best_of is not None:
+            checked.best_of.check_size(checked.num_sequences, max_tokens)
         return max_tokens
 
     def _sampling(self, given: SamplingInput) -> Sampling:

@@ -61,6 +61,7 @@ class SamplingInput:
     allowed_token_ids: Sequence[int] = ()
     banned_token_ids: Sequence[int] = ()
     typical_p: float | None = None
+    best_of: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ _OPTIONAL_SAMPLING = (
     "n",
     "logprobs",
     "typical_p",
+    "best_of",
 )
 
 

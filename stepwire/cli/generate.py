@@ -20,6 +20,7 @@ from stepwire.client.types import Event, Finished, Message, Output, Prompt, Star
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the model's chat template.")
 @click.option("--system", help="System message to send before it; implies --chat.")
 @click.option("--n", type=int, help="Number of answers.")
+@click.option("--best-of", type=int, help="Sample so many answers and print the likeliest when all have ended.")
 @click.option("--logprobs", type=int, help="Log-probabilities of so many most likely tokens, on standard error.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each event, a line each.")
 @click.option("--stats", is_flag=True, help="Tokens and times at the end, on standard error.")
@@ -38,7 +39,7 @@ def generate(prompt: str, *, chat: bool, system: str | None, **options: Any) -> 
         _JsonPrinter() if options["as_json"] else _TextPrinter(num_sequences=options["n"] or 1)
     )
     stats = _Stats()
-    sampling = sampling_from(options, n=options["n"], logprobs=options["logprobs"])
+    sampling = sampling_from(options, **{name: options[name] for name in ("n", "best_of", "logprobs")})
     with connect(options) as client:
         keywords = {name: options[name] for name in ("model", "request_id", "priority", "timeout")}
         try:

@@ -40,6 +40,7 @@ class SamplingKeywords(TypedDict, total=False):
     allowed_token_ids: Sequence[int]
     banned_token_ids: Sequence[int]
     typical_p: float | None
+    best_of: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class SamplingParams:
     `logprobs`: report so many most likely tokens for each position, and the sampled one.
     `logit_bias`: added to the logits of these token ids; `allowed_token_ids`: nothing else is sampled;
     `banned_token_ids`: never sampled. `typical_p`: 1 keeps all.
+    `best_of`: sample so many sequences and deliver the n likeliest, the best first, when all have ended.
     """
 
     max_tokens: int | None = None
@@ -77,6 +79,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] = ()
     banned_token_ids: Sequence[int] = ()
     typical_p: float | None = None
+    best_of: int | None = None
 
 
 class GenerateKeywords(SamplingKeywords, total=False):

@@ -47,6 +47,10 @@ BAD = [
     ("request_id not ascii", {"text": "x", "request_id": "é"}, "FIELD_INVALID", "request_id"),
     ("typical_p zero", {"text": "x", "sampling": sampling(typical_p=0.0)}, "FIELD_OUT_OF_RANGE", "typical_p"),
     ("typical_p nan", {"text": "x", "sampling": sampling(typical_p=math.nan)}, "FIELD_OUT_OF_RANGE", "typical_p"),
+    ("best_of below n", {"text": "x", "sampling": sampling(n=3, best_of=2)}, "FIELD_OUT_OF_RANGE", "best_of"),
+    ("best_of large", {"text": "x", "sampling": sampling(best_of=65)}, "FIELD_OUT_OF_RANGE", "best_of"),
+    ("best_of negative", {"text": "x", "sampling": sampling(best_of=-HUGE)}, "FIELD_OUT_OF_RANGE", "best_of"),
+    ("held back", {"text": "x", "sampling": sampling(best_of=64, logprobs=0)}, "FIELD_OUT_OF_RANGE", "best_of"),
     ("bias nan", {"text": "x", "sampling": sampling(logit_bias={5: math.nan})}, "FIELD_OUT_OF_RANGE", "logit_bias"),
     ("bias large", {"text": "x", "sampling": sampling(logit_bias={5: 101.0})}, "FIELD_OUT_OF_RANGE", "logit_bias"),
     (

@@ -39,6 +39,11 @@ def draw(slot: bytes, seed: int, index: int, choices: Sequence[int]) -> int:
     return choices[int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % len(choices)]
 
 
+def logprob_of(slot: bytes, token_id: int) -> float:
+    """The log-probability of the token sampled after a slot: a multiple of 1/64, so that sums are exact."""
+    return -(digest(slot, token_id)[0] + 1) / 64
+
+
 def expected_tokens(prompt: Sequence[int], num: int, choices: Sequence[int], *, seed: int, index: int = 0) -> list[int]:
     """The first tokens of a sequence to which nothing happens and for which no stop token is drawn."""
     slot = b""
@@ -169,10 +174,8 @@ class FakeWorker:
             sequence.is_stopped = True
             result.stopped_sequence_ids.append(sequence_id)
         if sequence.new.sampling.HasField("logprobs"):
-            top = [common_pb2.TokenLogprob(token_id=token_id, logprob=-0.5)] * sequence.new.sampling.logprobs
-            values = common_pb2.PositionLogprobs(
-                sampled=common_pb2.TokenLogprob(token_id=token_id, logprob=-0.5), top=top
-            )
+            sampled = common_pb2.TokenLogprob(token_id=token_id, logprob=logprob_of(slot, token_id))
+            values = common_pb2.PositionLogprobs(sampled=sampled, top=[sampled] * sequence.new.sampling.logprobs)
             result.logprobs.append(pb.SequenceLogprobs(sequence_id=sequence_id, logprobs=values))
 
     def _write(self, sequence: FakeSequence, num: int) -> bytes:

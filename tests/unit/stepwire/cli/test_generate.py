@@ -48,6 +48,7 @@ def test_every_sampling_flag_reaches_the_request(command: Any) -> None:
         "presence-penalty": 0.5,
         "frequency-penalty": -0.5,
         "n": 1,
+        "best-of": 3,
         "logprobs": 1,
     }
     arguments = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
