@@ -80,6 +80,7 @@ class _Service:
         self._began = began
         self._tracer: Tracer = get_tracer(telemetry.tracer_provider)
         self._metrics = Metrics()
+        self._metrics.watch_spans(telemetry.exporter)
         self._engine = Engine(_served_name(settings), self._tracer, settings.tenant_rules, self._metrics)
         admin_keys = {} if settings.admin_key is None else {ADMIN_SERVICE_NAME: settings.admin_key}
         self._server = create_server(

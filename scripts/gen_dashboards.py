@@ -134,6 +134,14 @@ WORKERS = [
     Panel("Sequences in a step", quantiles("stepwire_step_sequences")),
     Panel("Steps in flight", [("{{instance}}", "stepwire_steps_in_flight")]),
     Panel("Lag of the event loops", quantiles("stepwire_event_loop_lag_seconds", "job"), "s"),
+    Panel(
+        "Spans a second",
+        [
+            ("sent {{job}}", rate("stepwire_spans_exported_total", "job")),
+            ("lost {{job}}", rate("stepwire_spans_dropped_total", "job")),
+        ],
+        text="Lost: the trace collector is down or too slow. Serving does not wait for it.",
+    ),
 ]
 
 RECOVERY = [

@@ -85,6 +85,7 @@ async def serve(settings: WorkerSettings, *, make_runtime: MakeRuntime | None = 
     # The device thread comes back from a product and needs the interpreter at once; the event loop can wait.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     worker = Worker(settings, telemetry.tracer_provider, make_runtime or _make_runtime, on_ready=settle_memory)
+    worker.metrics.watch_spans(telemetry.exporter)
     try:
         _watch_signals(worker)
         await worker.start()

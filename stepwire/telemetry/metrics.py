@@ -2,12 +2,16 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, start_http_server
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from stepwire.telemetry import names
+from stepwire.telemetry.export import SpanExporter
 
 # Boundaries in seconds. The first three are those that the GenAI conventions advise for the metrics of a server.
 REQUEST_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -30,6 +34,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
+        self._spans = _SpanCollector()
+        self.registry.register(self._spans)
         self._lag = Histogram(
             names.METRIC_LOOP_LAG,
             "How late the event loop runs what is due, looked at four times a second.",
@@ -42,12 +48,32 @@ class Metrics:
         server, _thread = start_http_server(port, addr=host, registry=self.registry)
         return int(server.server_port)
 
+    def watch_spans(self, exporter: SpanExporter | None) -> None:
+        """Counts from now on the spans that an exporter sends and loses."""
+        self._spans.exporter = exporter
+
     async def watch_loop(self) -> None:
         """Measures the running event loop for ever."""
         while True:
             due = time.monotonic() + _LAG_EVERY_S
             await asyncio.sleep(_LAG_EVERY_S)
             self._lag.observe(max(0.0, time.monotonic() - due))
+
+
+class _SpanCollector(Collector):
+    """Reads an exporter's counts when Prometheus asks; there may be none."""
+
+    exporter: SpanExporter | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        exporter = self.exporter
+        sent, lost = (0, 0) if exporter is None else (exporter.num_exported, exporter.num_dropped)
+        for name, text, value in (
+            (names.METRIC_SPANS_EXPORTED, "Spans that the trace collector took.", sent),
+            (names.METRIC_SPANS_DROPPED, "Spans that were lost: no room in the queue, or not taken.", lost),
+        ):
+            yield CounterMetricFamily(name.removesuffix("_total"), text, value)
 
 
 def exemplar(traceparent: str) -> dict[str, str] | None:

@@ -73,6 +73,8 @@ WORKER: Final = "stepwire.worker"
 DEVICE: Final = "stepwire.device"
 MODEL_PATH: Final = "stepwire.model_path"
 FORWARD_S: Final = "stepwire.forward_s"
+# On a root span: it is kept whatever the sampling ratio says.
+KEEP: Final = "stepwire.keep"
 
 # Events.
 EVENT_FIRST_TOKEN: Final = "first_token"
@@ -115,6 +117,8 @@ METRIC_WORKER_MEMORY: Final = "stepwire_worker_memory_bytes"
 METRIC_WORKER_LOAD_TIME: Final = "stepwire_worker_load_seconds"
 METRIC_WORKER_STEP_PARTS: Final = "stepwire_worker_step_part_seconds"
 METRIC_LOOP_LAG: Final = "stepwire_event_loop_lag_seconds"
+METRIC_SPANS_EXPORTED: Final = "stepwire_spans_exported_total"
+METRIC_SPANS_DROPPED: Final = "stepwire_spans_dropped_total"
 
 # Calls that are made all the time, or last as long as the service: traced only for a caller that sends a
 # trace context.

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from stepwire.cli.checks.finding import Finding
 
-_PACKAGES = ("stepwire", "grpcio", "protobuf", "pydantic", "tokenizers", "opentelemetry-sdk")
+_PACKAGES = ("stepwire", "grpcio", "protobuf", "pydantic", "tokenizers", "opentelemetry-api")
 _PROBE_TIMEOUT_S = 120
 _PROBE = """
 import json, torch

@@ -11,7 +11,8 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from stepwire.telemetry.setup import Telemetry, parse_endpoint
+from stepwire.telemetry.export import QUEUE_SPANS, parse_endpoint
+from stepwire.telemetry.setup import Telemetry
 from stepwire.telemetry.trace import context_from_traceparent, traceparent
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -108,6 +109,37 @@ def test_a_collector_that_comes_back_is_used(free_port: int, caplog: pytest.LogC
     server.stop(0)
     assert [span.name for span in collector.spans()] == ["early"]
     assert not caplog.records
+
+
+def test_memory_is_bounded_and_what_is_lost_is_counted(free_port: int) -> None:
+    telemetry = Telemetry.start("s", otlp_endpoint=f"127.0.0.1:{free_port}")
+    exporter, tracer = telemetry.exporter, telemetry.tracer_provider.get_tracer("t")
+    assert exporter is not None
+    num_spans = 3 * QUEUE_SPANS
+    for _ in range(num_spans):
+        tracer.start_span("x").end()
+        assert exporter.num_queued <= QUEUE_SPANS
+    assert exporter.num_dropped >= num_spans - 2 * QUEUE_SPANS
+    telemetry.shutdown()
+    tracer.start_span("late").end()
+    assert (exporter.num_dropped, exporter.num_exported, exporter.num_queued) == (num_spans + 1, 0, 0)
+
+
+def test_what_the_collector_refuses_is_lost_too() -> None:
+    class Refusing(Collector):
+        def Export(self, request: Any, context: Any) -> Any:
+            super().Export(request, context)
+            partial = trace_service_pb2.ExportTracePartialSuccess(rejected_spans=2)
+            return trace_service_pb2.ExportTraceServiceResponse(partial_success=partial)
+
+    server, port = start(Refusing())
+    telemetry = Telemetry.start("s", otlp_endpoint=f"127.0.0.1:{port}")
+    for _ in range(5):
+        telemetry.tracer_provider.get_tracer("t").start_span("x").end()
+    telemetry.shutdown()
+    server.stop(0)
+    assert telemetry.exporter is not None
+    assert (telemetry.exporter.num_dropped, telemetry.exporter.num_exported) == (2, 3)
 
 
 def test_without_a_collector_ids_are_passed_on_and_nothing_is_recorded() -> None:
