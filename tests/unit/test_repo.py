@@ -110,7 +110,9 @@ def test_flags_of_the_readme_exist() -> None:
 def test_every_decision_is_in_the_index() -> None:
     index = read("docs/adr/README.md")
     pages = sorted((ROOT / "docs" / "adr").glob("0*.md"))
-    assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
+    # Numbers are given out before pages are written, so some may be missing; none may be there twice.
+    numbers = [page.name[:4] for page in pages]
+    assert len(set(numbers)) == len(numbers)
     for page in pages:
         title = page.read_text().splitlines()[0].partition(". ")[2]
         assert f"[{page.name[:4]}]({page.name}) {title}" in index
