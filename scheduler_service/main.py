@@ -23,6 +23,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.engine import Engine, ServedModel
 from scheduler_service.engine.preflight import PHASE, check_before_start, check_failed, wish_of
 from scheduler_service.engine.start import GroupStarter, StartedGroup, StartPlan, startup_phase, startup_trace
+from scheduler_service.engine.step_tracing import StepTraceRule
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tokens import Tokens
 from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServicer
@@ -81,7 +82,13 @@ class _Service:
         self._tracer: Tracer = get_tracer(telemetry.tracer_provider)
         self._metrics = Metrics()
         self._metrics.watch_spans(telemetry.exporter)
-        self._engine = Engine(_served_name(settings), self._tracer, settings.tenant_rules, self._metrics)
+        self._engine = Engine(
+            _served_name(settings),
+            self._tracer,
+            settings.tenant_rules,
+            self._metrics,
+            StepTraceRule(settings.trace_step_ratio, settings.trace_slow_step),
+        )
         admin_keys = {} if settings.admin_key is None else {ADMIN_SERVICE_NAME: settings.admin_key}
         self._server = create_server(
             tracer_provider=telemetry.tracer_provider, max_message_bytes=MAX_MESSAGE_BYTES, service_keys=admin_keys

@@ -9,18 +9,19 @@ from enum import Enum
 
 import structlog
 from opentelemetry.trace import Tracer
-from opentelemetry.util.types import AttributeValue
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.plan import StepResult
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.best_of import BestOf
+from scheduler_service.engine.ending import note_end
 from scheduler_service.engine.group import WorkerGroup
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.loop import StepLoop
 from scheduler_service.engine.metrics import EngineMetrics
 from scheduler_service.engine.start import StartedGroup
+from scheduler_service.engine.step_tracing import RankTotals, StepTraceRule, StepTracing
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.tokens import Tokens
@@ -69,10 +70,16 @@ class ServedModel:
 class Engine:
     """Serves one model. Exists before its workers do: calls are then refused as not ready."""
 
-    def __init__(self, model_name: str, tracer: Tracer, tenants: TenantRules, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        tracer: Tracer,
+        tenants: TenantRules,
+        metrics: Metrics,
+        step_traces: StepTraceRule = StepTraceRule(),  # noqa: B008 - a frozen value
+    ) -> None:
         self.model_name = model_name
         self.failed: asyncio.Future[StepwireError] = asyncio.get_running_loop().create_future()
-        self._tracer = tracer
         self._tenants = tenants
         self._metrics = EngineMetrics(
             metrics,
@@ -81,6 +88,7 @@ class Engine:
             scheduler=lambda: None if self._loop is None else self._loop.scheduler,
             is_healthy=lambda: self.is_healthy,
         )
+        self._tracing = StepTracing(tracer, self._metrics, step_traces)
         self._state = EngineState.STARTING
         self._failure: StepwireError | None = None
         self._model: ServedModel | None = None
@@ -103,13 +111,17 @@ class Engine:
             started.ranks,
             started.epoch,
             step_timeout_s=step_timeout_s,
-            observer=self._metrics,
+            observer=self._tracing,
             on_result=self._take_result,
             on_failure=self.fail,
         )
         loop = StepLoop(Scheduler(config, time.monotonic), group, model.tokens.detokenizer, self._defect)
         self._model, self._group, self._loop = model, group, loop
         await group.open()
+        self._tracing.begin_epoch(
+            started.epoch,
+            [RankTotals(rank.rank, rank.port.address, rank.host, rank.process_id) for rank in started.ranks],
+        )
         loop.start()
         self._validator = Validator(model.vocab_size, model.max_model_len, model.eos_token_ids, self._tenants)
         self._info = ModelInfo(
@@ -142,6 +154,7 @@ class Engine:
         if self._state is EngineState.FAILED:
             return
         self._state, self._failure = EngineState.FAILED, error
+        self._tracing.end_epoch(error.message)
         if self._loop is not None:
             self._loop.end_all(error)
         if not self.failed.done():
@@ -212,16 +225,16 @@ class Engine:
 
         Closing the iterator, or cancelling the task that awaits it, frees what the request holds.
         """
-        self._check_model(call.model)
         arrival = time.monotonic()
         operation = names.OPERATION_CHAT if isinstance(call.prompt, ChatPrompt) else names.OPERATION_TEXT_COMPLETION
-        trace = RequestTrace(self._tracer, operation, self.model_name)
         request_id = call.request_id or secrets.token_hex(16)
+        trace = RequestTrace(self._tracing, operation, self.model_name, request_id)
         live: LiveRequest | None = None
         error: StepwireError | None = StepwireError("CANCELLED", "the client went away")
         self._num_calls += 1
         self._no_calls.clear()
         try:
+            self._check_model(call.model)
             self._require_open()
             live, seed = await self._admit(call, request_id, trace, arrival)
             yield Started(request_id, seed, self.model_name, len(live.request.prompt_token_ids))
@@ -246,7 +259,7 @@ class Engine:
             if self._num_calls == 0:
                 self._no_calls.set()
             self._metrics.request_ended(operation, arrival, live, error)
-            self._note_end(request_id, trace, live, error)
+            note_end(self.model_name, trace, live, error)
             error = None  # its traceback leads back here
 
     # Admission.
@@ -265,7 +278,7 @@ class Engine:
             self._num_admitting -= checked.num_sequences
         self._require_open()
         max_tokens = validator.max_tokens(len(token_ids), checked)
-        trace.describe(request_id, checked.sampling, checked.n, max_tokens)
+        trace.describe(checked.sampling, checked.n, max_tokens)
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -331,35 +344,6 @@ class Engine:
 
     def _defect(self, error: BaseException) -> None:
         self.fail(StepwireError("INTERNAL", f"the step loop failed: {error!r}; its log has the cause"))
-
-    def _note_end(
-        self, request_id: str, trace: RequestTrace, live: LiveRequest | None, error: StepwireError | None
-    ) -> None:
-        """The request's last log line and the end of its span."""
-        fields: dict[str, object] = {"request_id": request_id, "model": self.model_name}
-        attributes: dict[str, AttributeValue] = {names.GEN_AI_RESPONSE_MODEL: self.model_name}
-        if live is not None:
-            reasons = [live.finish_reasons[i].value for i in sorted(live.finish_reasons)]
-            fields |= {
-                "prompt_tokens": len(live.request.prompt_token_ids),
-                "output_tokens": live.num_output_tokens,
-                "cached_tokens": live.num_cached_tokens,
-                "finish_reasons": reasons,
-                "queue_s": round(live.queue_s, 4),
-                "seconds": round(time.monotonic() - live.arrival, 4),
-            }
-            if live.first_token_at is not None:
-                fields["ttft_s"] = round(live.first_token_at - live.arrival, 4)
-            attributes[names.GEN_AI_OUTPUT_TOKENS] = live.num_output_tokens
-            attributes[names.GEN_AI_CACHED_TOKENS] = live.num_cached_tokens
-            attributes[names.GEN_AI_RESPONSE_FINISH_REASONS] = reasons
-        trace.end(error, attributes)
-        if error is None:
-            _log.info("request_finished", **fields)
-        elif error.reason == "CANCELLED":
-            _log.info("request_cancelled", **fields)
-        else:
-            _log.info("request_failed", reason=error.reason, error=error.message, **fields)
 
 
 def _live_request(request: Request, checked: Checked, trace: RequestTrace, arrival: float) -> LiveRequest:

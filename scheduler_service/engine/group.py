@@ -67,8 +67,11 @@ class StepObserver(Protocol):
     def step_sent(self, plan: StepPlan) -> None:
         """A step goes to the workers."""
 
-    def step_answered(self, timings: StepTimings, seconds: float) -> None:
-        """A step was answered: its parts inside the worker, and its whole as seen from here."""
+    def step_written(self) -> None:
+        """The step that was sent last is on its way to all ranks."""
+
+    def step_answered(self, rank: int, timings: StepTimings, seconds: float) -> None:
+        """A step was answered by a rank: its parts there, and its whole as seen from here."""
 
 
 class WorkerGroup:
@@ -130,6 +133,7 @@ class WorkerGroup:
             except StepwireError as error:
                 self._fail(rank, error)
                 return
+        self._observer.step_written()
 
     @property
     def is_alive(self) -> bool:
@@ -163,7 +167,7 @@ class WorkerGroup:
                 duration_s = now - max(self._sent_at.popleft(), self._last_result_at)
                 self._durations.append(duration_s)
                 self._last_result_at = now
-                self._observer.step_answered(timings, duration_s)
+                self._observer.step_answered(rank.rank, timings, duration_s)
                 self._on_result(result)
         except StepwireError as error:
             self._fail(rank, error)

@@ -28,6 +28,8 @@ class LiveRequest:
     num_cached_tokens: int = 0
     first_step_at: float | None = None
     first_token_at: float | None = None
+    awaits_token: bool = True
+    """Whether its first token, or the first since it was resumed, is yet to come."""
     finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
 
     @property

@@ -196,12 +196,15 @@ class StepLoop:
             live = self._live.get(new.sequence.request.request_id)
             if live is None:
                 continue
-            if live.first_step_at is None:
+            sequence = new.sequence
+            is_first = live.first_step_at is None
+            if is_first:
                 live.first_step_at = time.monotonic()
-                live.num_cached_tokens = new.sequence.cached
-                live.trace.started(new.sequence.cached)
-            if new.sequence.num_preemptions:
-                live.trace.resumed(new.sequence.index)
+                live.num_cached_tokens = sequence.cached
+            is_resumed = sequence.num_preemptions > 0
+            live.awaits_token = live.awaits_token or is_resumed
+            num_cached = sequence.cached if is_first else 0
+            live.trace.placed(sequence.index, plan.step_id, num_cached, is_resumed=is_resumed)
         if plan.preempted_sequence_ids:
             self._note_preempted(frozenset(plan.preempted_sequence_ids))
 
@@ -233,9 +236,10 @@ class StepLoop:
             if live is None or live.request is not text.sequence.request:
                 continue
             if isinstance(item, Output):
-                if live.first_token_at is None:
-                    live.first_token_at = now
-                    live.trace.first_token()
+                if live.awaits_token:
+                    live.awaits_token = False
+                    live.trace.token_came(is_first=live.first_token_at is None)
+                    live.first_token_at = live.first_token_at or now
                 live.num_output_tokens += 1
                 if live.best_of is not None:
                     self._hold_back(live, live.best_of, text.sequence, item)
@@ -252,14 +256,14 @@ class StepLoop:
         if last.stop is not None:
             self._drop_sequence(sequence)
         live.finish_reasons[sequence.index] = last.finish_reason or FinishReason.STOP
-        self._count_end(live)
+        self._count_end(live, sequence)
 
     def _hold_back(self, live: LiveRequest, best_of: BestOf, sequence: SchedulerSequence, output: Output) -> None:
         """Keeps what a sequence brought until it is known which are the best; ends the sequence when it cannot win."""
         is_beaten = best_of.take(output)
         if is_beaten:
             self._drop_sequence(sequence)
-            self._count_end(live)
+            self._count_end(live, sequence)
         elif output.finish_reason is not None:
             self._end_sequence(live, sequence, output)
 
@@ -269,13 +273,15 @@ class StepLoop:
         self._scheduler.end_sequence(sequence.sequence_id, FinishReason.STOP)
         self._wake.set()
 
-    def _count_end(self, live: LiveRequest) -> None:
+    def _count_end(self, live: LiveRequest, sequence: SchedulerSequence) -> None:
+        live.trace.sequence_ended(sequence.index)
         live.num_live -= 1
         if live.num_live:
             return
         if live.best_of is not None:
             for output in live.best_of.best():
                 live.stream.put(output)
+        live.trace.delivered()
         self._close_request(live, None)
 
     def _close_request(self, live: LiveRequest, error: StepwireError | None) -> None:

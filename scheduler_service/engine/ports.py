@@ -99,13 +99,19 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Where a step's time went in the worker."""
+    """Where a step's time went in the worker. `answered_unix_ns` is 0 from one that does not tell it."""
 
     start_unix_ns: int
     queue_ns: int
     prepare_ns: int
     forward_ns: int
     sample_ns: int
+    answered_unix_ns: int = 0
+
+    @property
+    def busy_ns(self) -> int:
+        """From its start to its last token."""
+        return self.prepare_ns + self.forward_ns + self.sample_ns
 
 
 class StepStream(Protocol):

@@ -271,7 +271,7 @@ def startup_phase(tracer: Tracer, phase: str, epoch: int = 0) -> Iterator[None]:
     """The span of one phase of a start. Epoch 0 is before there is one."""
     with tracer.start_as_current_span(
         names.startup_span_name(phase),
-        attributes={names.PHASE: phase, names.EPOCH: epoch},
+        attributes={names.PHASE: phase, names.EPOCH: epoch, names.KEEP: True},
         record_exception=False,
         set_status_on_exception=False,
     ) as span:
@@ -288,7 +288,7 @@ def startup_trace(tracer: Tracer, model: str) -> Iterator[None]:
     """The root span of a start."""
     with tracer.start_as_current_span(
         names.SPAN_STARTUP,
-        attributes={names.MODEL_PATH: model},
+        attributes={names.MODEL_PATH: model, names.KEEP: True},
         record_exception=False,
         set_status_on_exception=False,
     ) as span:

@@ -1,31 +1,62 @@
-"""The spans of a request: itself under the RPC's span, and its queue, prefill and decode under it.
+"""The spans of a request: itself under the RPC's span, and under it what its time went to.
 
-Never one for a token: a sampled request costs four spans, an unsampled one next to nothing.
+At any time a request is in one part: in the queue, in prefill, decoding, preempted, in recovery, or waiting for its
+client to take the last of the stream. Parts follow each other without gaps, so they add up to the request. An
+attempt beside them is what one rank did for the request in one epoch. Never a span for a token: a sampled request
+has about six spans, one that is not sampled costs next to nothing.
 """
 
 import time
 
-from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
 from scheduler_service.core.request import Request
+from scheduler_service.engine.step_tracing import EpochTotals, StepTracing
 from scheduler_service.engine.values import Sampling
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry import names
 from stepwire.telemetry.trace import context_of, record_span, traceparent
 
+# Steps that a request's span links to; of a long request the first ones.
+_MAX_STEP_LINKS = 64
+
 
 class RequestTrace:
     """The spans of one request. Begun in the RPC's handler, whose span becomes the parent."""
 
-    __slots__ = ("_arrival_ns", "_first_token_ns", "_is_recording", "_span", "_started_ns", "_tracer")
+    __slots__ = (
+        "_arrival_ns",
+        "_attempt",
+        "_is_recording",
+        "_num_links",
+        "_part",
+        "_part_since_ns",
+        "_running",
+        "_span",
+        "_tracer",
+        "_tracing",
+        "num_epochs",
+        "num_preemptions",
+        "parts_ns",
+        "request_id",
+    )
 
-    def __init__(self, tracer: Tracer, operation: str, model: str) -> None:
-        self._tracer = tracer
+    def __init__(self, tracing: StepTracing, operation: str, model: str, request_id: str) -> None:
+        self._tracing = tracing
+        self._tracer = tracing.tracer
         self._arrival_ns = time.time_ns()
-        self._started_ns = 0
-        self._first_token_ns = 0
-        self._span = tracer.start_span(
+        self._part = names.SPAN_QUEUE
+        self._part_since_ns = self._arrival_ns
+        self._running: set[int] = set()
+        self._attempt: _Attempt | None = None
+        self._num_links = 0
+        self.request_id = request_id
+        self.num_epochs = 0
+        self.num_preemptions = 0
+        self.parts_ns: dict[str, int] = {}
+        """Time of each part so far, in nanoseconds."""
+        self._span = self._tracer.start_span(
             names.request_span_name(operation, model),
             kind=SpanKind.INTERNAL,
             start_time=self._arrival_ns,
@@ -33,6 +64,7 @@ class RequestTrace:
                 names.GEN_AI_OPERATION: operation,
                 names.GEN_AI_PROVIDER: names.PROVIDER_STEPWIRE,
                 names.GEN_AI_REQUEST_MODEL: model,
+                names.REQUEST_ID: request_id,
             },
         )
         self._is_recording = self._span.is_recording()
@@ -42,12 +74,23 @@ class RequestTrace:
         """What a worker needs to add its spans; empty when the request is not sampled."""
         return traceparent(self._span, if_sampled=True)
 
-    def describe(self, request_id: str, sampling: Sampling, n: int, max_tokens: int) -> None:
+    @property
+    def is_recording(self) -> bool:
+        """Whether the request is sampled."""
+        return self._is_recording
+
+    @property
+    def context(self) -> SpanContext:
+        """Of the request's span."""
+        return self._span.get_span_context()
+
+    # What is known of it.
+
+    def describe(self, sampling: Sampling, n: int, max_tokens: int) -> None:
         """Writes down what was asked for."""
         if self._is_recording:
             self._span.set_attributes(
                 {
-                    names.REQUEST_ID: request_id,
                     names.GEN_AI_REQUEST_MAX_TOKENS: max_tokens,
                     names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
                     names.GEN_AI_REQUEST_TOP_P: sampling.top_p,
@@ -60,54 +103,144 @@ class RequestTrace:
 
     def accepted(self, request: Request) -> None:
         """The request waits from now on."""
+        self._tracing.follow(self)
         if self._is_recording:
             self._span.set_attribute(names.GEN_AI_INPUT_TOKENS, len(request.prompt_token_ids))
             self._span.set_attribute(names.REQUEST_PRIORITY, request.priority)
 
-    def started(self, num_cached_tokens: int) -> None:
-        """A step with the request was sent for the first time."""
-        self._started_ns = time.time_ns()
-        if self._is_recording and num_cached_tokens:
-            self._span.add_event(
-                names.EVENT_PREFIX_CACHE_HIT, {names.NUM_TOKENS: num_cached_tokens}, timestamp=self._started_ns
-            )
+    # What happens to it.
+
+    def placed(self, sequence_index: int, step_id: int, num_cached_tokens: int, *, is_resumed: bool) -> None:
+        """A sequence runs from the step that is being sent on: for the first time, or again."""
+        now = time.time_ns()
+        if self._part != names.SPAN_DECODE:
+            self._enter(names.SPAN_PREFILL, now)
+        self._running.add(sequence_index)
+        self._join_epoch(step_id, now)
+        if not self._is_recording:
+            return
+        if is_resumed:
+            self._span.add_event(names.EVENT_RESUMED, {names.SEQUENCE_INDEX: sequence_index}, now)
+        if num_cached_tokens:
+            told = {names.SEQUENCE_INDEX: sequence_index, names.NUM_TOKENS: num_cached_tokens}
+            self._span.add_event(names.EVENT_PREFIX_CACHE_HIT, told, now)
+
+    def token_came(self, *, is_first: bool) -> None:
+        """The first token of the request, or the first since it was resumed, is there."""
+        now = time.time_ns()
+        self._enter(names.SPAN_DECODE, now)
+        if is_first and self._is_recording:
+            self._span.add_event(names.EVENT_FIRST_TOKEN, timestamp=now)
+            self._span.set_attribute(names.GEN_AI_TIME_TO_FIRST_CHUNK, (now - self._arrival_ns) / 1e9)
 
     def preempted(self, sequence_index: int) -> None:
         """A sequence lost its blocks and waits again."""
+        self.num_preemptions += 1
+        self._running.discard(sequence_index)
+        now = time.time_ns()
+        if not self._running:
+            self._enter(names.SPAN_PREEMPTED, now)
         if self._is_recording:
-            self._span.add_event(names.EVENT_PREEMPTED, {names.SEQUENCE_INDEX: sequence_index})
+            self._span.add_event(names.EVENT_PREEMPTED, {names.SEQUENCE_INDEX: sequence_index}, now)
 
-    def resumed(self, sequence_index: int) -> None:
-        """A preempted sequence runs again."""
-        if self._is_recording:
-            self._span.add_event(names.EVENT_RESUMED, {names.SEQUENCE_INDEX: sequence_index})
+    def sequence_ended(self, sequence_index: int) -> None:
+        """A sequence has had its last token."""
+        self._running.discard(sequence_index)
 
-    def first_token(self) -> None:
-        """The first token of the request was sampled."""
-        self._first_token_ns = time.time_ns()
+    def delivered(self) -> None:
+        """All tokens are there; what is left is for the client to take."""
+        now = time.time_ns()
+        self._leave_epoch(now, "finished")
+        self._enter(names.SPAN_STREAM, now)
+
+    def worker_lost(self, message: str) -> None:
+        """The epoch ended: what ran waits for the workers to come back."""
+        now = time.time_ns()
+        self._leave_epoch(now, "epoch_ended")
+        if not self._running and self._part not in (names.SPAN_PREEMPTED, names.SPAN_PREFILL, names.SPAN_DECODE):
+            return
+        self._running.clear()
+        self._enter(names.SPAN_RECOVERY, now)
         if self._is_recording:
-            self._span.add_event(names.EVENT_FIRST_TOKEN, timestamp=self._first_token_ns)
-            self._span.set_attribute(names.GEN_AI_TIME_TO_FIRST_CHUNK, (self._first_token_ns - self._arrival_ns) / 1e9)
+            self._span.add_event(names.EVENT_WORKER_LOST, {names.ERROR_MESSAGE: message}, now)
+
+    def recovered(self, epoch: int) -> None:
+        """The workers are back, in a new epoch."""
+        if self._is_recording and self._part == names.SPAN_RECOVERY:
+            self._span.add_event(names.EVENT_RECOVERED, {names.EPOCH: epoch})
+
+    def link_step(self, step: SpanContext) -> None:
+        """Links the request to the trace of a step that it was part of."""
+        if self._num_links < _MAX_STEP_LINKS:
+            self._num_links += 1
+            self._span.add_link(step)
 
     def end(self, error: StepwireError | None, attributes: dict[str, AttributeValue]) -> None:
         """The request is over: finished, or ended by `error`."""
-        if not self._is_recording:
-            self._span.end()
-            return
         now = time.time_ns()
-        self._record_parts(now)
-        self._span.set_attributes(attributes)
-        if error is not None:
-            self._span.set_attribute(names.ERROR_TYPE, error.reason)
-            if error.reason != "CANCELLED":
-                self._span.set_status(Status(StatusCode.ERROR, error.message))
+        self._tracing.forget(self)
+        self._leave_epoch(now, "" if error is None else error.reason.lower())
+        self._close_part(now)
+        if self._is_recording:
+            self._span.set_attributes(attributes)
+            self._span.set_attribute(names.NUM_PREEMPTIONS, self.num_preemptions)
+            self._span.set_attribute(names.NUM_EPOCHS, self.num_epochs)
+            if error is not None:
+                self._span.set_attribute(names.ERROR_TYPE, error.reason)
+                if error.reason != "CANCELLED":
+                    self._span.set_status(Status(StatusCode.ERROR, error.message))
         self._span.end(now)
 
-    def _record_parts(self, now: int) -> None:
-        parent = context_of(self._span)
-        record_span(self._tracer, names.SPAN_QUEUE, parent, (self._arrival_ns, self._started_ns or now))
-        if self._started_ns:
-            times = (self._started_ns, self._first_token_ns or now)
-            record_span(self._tracer, names.SPAN_PREFILL, parent, times)
-        if self._first_token_ns:
-            record_span(self._tracer, names.SPAN_DECODE, parent, (self._first_token_ns, now))
+    # Parts and attempts.
+
+    def _enter(self, part: str, now: int) -> None:
+        if part != self._part:
+            self._close_part(now)
+            self._part, self._part_since_ns = part, now
+
+    def _close_part(self, now: int) -> None:
+        part, since = self._part, self._part_since_ns
+        self.parts_ns[part] = self.parts_ns.get(part, 0) + max(0, now - since)
+        if self._is_recording:
+            record_span(self._tracer, part, context_of(self._span), (since, now))
+
+    def _join_epoch(self, step_id: int, now: int) -> None:
+        totals = self._tracing.totals
+        if totals is None or (self._attempt is not None and self._attempt.totals is totals):
+            return
+        self.num_epochs += 1
+        self._attempt = _Attempt(totals, step_id, now)
+
+    def _leave_epoch(self, now: int, outcome: str) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None and self._is_recording:
+            parent = context_of(self._span)
+            for attributes in attempt.attributes(outcome):
+                record_span(self._tracer, names.SPAN_ATTEMPT, parent, (attempt.since_ns, now), attributes=attributes)
+
+
+class _Attempt:
+    """What an epoch's ranks did for a request: the difference between their totals at its start and its end."""
+
+    __slots__ = ("_before", "_first_step_id", "since_ns", "totals")
+
+    def __init__(self, totals: EpochTotals, first_step_id: int, since_ns: int) -> None:
+        self.totals = totals
+        self.since_ns = since_ns
+        self._first_step_id = first_step_id
+        self._before = [(rank.num_steps, rank.forward_ns) for rank in totals.ranks]
+
+    def attributes(self, outcome: str) -> list[dict[str, AttributeValue]]:
+        """Of the attempt's span on each rank. Times are those of the steps, whoever else was in them."""
+        return [
+            {
+                **rank.attributes(),
+                names.EPOCH: self.totals.epoch,
+                names.FIRST_STEP_ID: self._first_step_id,
+                names.LAST_STEP_ID: rank.last_step_id,
+                names.NUM_STEPS: rank.num_steps - num_steps,
+                names.FORWARD_S: (rank.forward_ns - forward_ns) / 1e9,
+                names.OUTCOME: outcome,
+            }
+            for rank, (num_steps, forward_ns) in zip(self.totals.ranks, self._before, strict=True)
+        ]

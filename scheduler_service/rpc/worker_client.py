@@ -320,7 +320,12 @@ def step_result(result: pb.StepResult) -> StepResult:
 
 def _timings(timings: pb.StepTimings) -> StepTimings:
     return StepTimings(
-        timings.start_unix_ns, timings.queue_ns, timings.prepare_ns, timings.forward_ns, timings.sample_ns
+        timings.start_unix_ns,
+        timings.queue_ns,
+        timings.prepare_ns,
+        timings.forward_ns,
+        timings.sample_ns,
+        timings.answered_unix_ns,
     )
 
 

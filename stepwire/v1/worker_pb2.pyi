@@ -932,6 +932,7 @@ class StepTimings(_message.Message):
     PREPARE_NS_FIELD_NUMBER: _builtins.int
     FORWARD_NS_FIELD_NUMBER: _builtins.int
     SAMPLE_NS_FIELD_NUMBER: _builtins.int
+    ANSWERED_UNIX_NS_FIELD_NUMBER: _builtins.int
     start_unix_ns: _builtins.int
     """Wall clock when the step began to run, in nanoseconds since the Unix epoch."""
     queue_ns: _builtins.int
@@ -942,6 +943,8 @@ class StepTimings(_message.Message):
     """The model."""
     sample_ns: _builtins.int
     """Drawing tokens."""
+    answered_unix_ns: _builtins.int
+    """Wall clock when the answer was handed to the stream, in nanoseconds since the Unix epoch."""
     def __init__(
         self,
         *,
@@ -950,10 +953,11 @@ class StepTimings(_message.Message):
         prepare_ns: _builtins.int = ...,
         forward_ns: _builtins.int = ...,
         sample_ns: _builtins.int = ...,
+        answered_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_ns", b"forward_ns", "prepare_ns", b"prepare_ns", "queue_ns", b"queue_ns", "sample_ns", b"sample_ns", "start_unix_ns", b"start_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_unix_ns", b"answered_unix_ns", "forward_ns", b"forward_ns", "prepare_ns", b"prepare_ns", "queue_ns", b"queue_ns", "sample_ns", b"sample_ns", "start_unix_ns", b"start_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,16 @@ def parents(spans: dict[str, ReadableSpan]) -> dict[str, str]:
     return {name: by_id.get(span.parent.span_id, "client") for name, span in spans.items() if span.parent}
 
 
+def assert_parts_add_up(spans: list[ReadableSpan], request: ReadableSpan) -> list[str]:
+    """Holds that a request's parts follow each other without gaps from its start to its end; answers their names."""
+    parts = [s for s in spans if s.name in names.REQUEST_PARTS and s.parent.span_id == request.context.span_id]
+    parts.sort(key=lambda span: (span.start_time, span.end_time))
+    bounds = [time for part in parts for time in (part.start_time, part.end_time)]
+    assert (bounds[0], bounds[-1]) == (request.start_time, request.end_time)
+    assert bounds[1:-1:2] == bounds[2:-1:2]
+    return [part.name for part in parts]
+
+
 async def test_a_request_has_a_span_with_queue_prefill_and_decode(spans: Spans) -> None:
     async with running_scheduler(tracer_provider=spans.provider) as scheduler:
         request = pb.GenerateRequest(
@@ -60,7 +70,8 @@ async def test_a_request_has_a_span_with_queue_prefill_and_decode(spans: Spans) 
         await until(lambda: CALL in spans.of_request())
     found = spans.of_request()
     name = "text_completion tiny"
-    assert parents(found) == {CALL: "client", name: CALL, "queue": name, "prefill": name, "decode": name}
+    below = ("queue", "prefill", "decode", "stream", "attempt")
+    assert parents(found) == {CALL: "client", name: CALL, **dict.fromkeys(below, name)}
     span = found[name]
     assert new.traceparent == f"00-{TRACE_ID}-{span.context.span_id:016x}-01"
     assert span.kind is SpanKind.INTERNAL
@@ -79,9 +90,11 @@ async def test_a_request_has_a_span_with_queue_prefill_and_decode(spans: Spans) 
     }
     assert dict(span.attributes) | expected == dict(span.attributes)
     assert [event.name for event in span.events] == [names.EVENT_FIRST_TOKEN]
-    parts = [found[part] for part in ("queue", "prefill", "decode")]
-    times = [time for part in parts for time in (part.start_time, part.end_time)]
-    assert times == sorted(times)
+    assert_parts_add_up(spans.all(), span)
+    attempt = found[names.SPAN_ATTEMPT].attributes
+    assert attempt is not None
+    assert (attempt[names.RANK], attempt[names.EPOCH], attempt[names.OUTCOME]) == (0, 1, "finished")
+    assert (attempt[names.FIRST_STEP_ID], attempt[names.NUM_STEPS]) == (1, 5)
 
 
 async def test_a_chat_is_named_so(spans: Spans) -> None:
@@ -105,7 +118,7 @@ async def test_tokens_cost_no_spans(spans: Spans) -> None:
     async with running_scheduler(tracer_provider=spans.provider) as scheduler:
         request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=200, ignore_eos=True))
         assert [r async for r in scheduler.stub.Generate(request, metadata=SAMPLED, timeout=10)]
-    assert len(spans.of_request()) == 5
+    assert len([span for span in spans.all() if f"{span.context.trace_id:032x}" == TRACE_ID]) == 7
 
 
 async def test_a_refused_request_has_a_span_with_the_reason(spans: Spans) -> None:
@@ -150,6 +163,11 @@ async def test_preemption_shows_as_events(spans: Spans) -> None:
     assert any(names.EVENT_PREEMPTED in row for row in events)
     for row in events:
         assert row.count(names.EVENT_PREEMPTED) == row.count(names.EVENT_RESUMED)
+    for request in requests:
+        parts = assert_parts_add_up(spans.all(), request)
+        assert parts[0] == names.SPAN_QUEUE and parts[-1] == names.SPAN_STREAM
+        assert request.attributes is not None
+        assert parts.count(names.SPAN_PREEMPTED) == request.attributes[names.NUM_PREEMPTIONS]
 
 
 async def test_a_start_is_one_trace_with_a_span_for_each_phase_and_call(spans: Spans) -> None:

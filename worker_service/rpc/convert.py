@@ -1,5 +1,7 @@
 """Between protobuf messages and the runtime's plain values. Runs for every step, so it is kept short."""
 
+import time
+
 from stepwire.v1 import common_pb2, worker_pb2
 from worker_service.runtime.step import Logprobs, NewSequence, Sampling, StepInput, StepOutput
 
@@ -20,7 +22,7 @@ def step_input(step: worker_pb2.Step) -> StepInput:
 
 
 def step_result(output: StepOutput, *, epoch: int, queue_ns: int) -> worker_pb2.StepResult:
-    """A result as the wire takes it."""
+    """A result as the wire takes it, answered now."""
     result = worker_pb2.StepResult(
         epoch=epoch,
         step_id=output.step_id,
@@ -33,6 +35,7 @@ def step_result(output: StepOutput, *, epoch: int, queue_ns: int) -> worker_pb2.
             prepare_ns=output.prepare_ns,
             forward_ns=output.forward_ns,
             sample_ns=output.sample_ns,
+            answered_unix_ns=time.time_ns(),
         ),
     )
     for sequence_id, logprobs in output.logprobs.items():

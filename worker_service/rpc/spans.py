@@ -108,7 +108,7 @@ class SequenceSpans:
             attributes[names.FIRST_STEP_ID] = track.first_step_id
             attributes[names.LAST_STEP_ID] = track.last_step_id
             attributes[names.NUM_STEPS] = track.num_steps
-            attributes["stepwire.outcome"] = outcome
+            attributes[names.OUTCOME] = outcome
             times_ns = (track.start_ns, track.end_ns)
             record_span(self._tracer, names.SPAN_WORKER_DECODE, track.parent, times_ns, attributes=attributes)
 

@@ -13,18 +13,11 @@ from opentelemetry.trace.span import TraceState
 
 from stepwire.telemetry import names
 from stepwire.telemetry.encode import encode_spans
-from stepwire.telemetry.spans import MAX_EVENTS, MAX_LINKS, RecordedSpan, SpanRecorder
+from stepwire.telemetry.spans import MAX_EVENTS, MAX_LINKS, SpanRecorder
 from stepwire.telemetry.trace import context_of
+from tests.support.spans import Kept
 
 REMOTE = SpanContext(2**127 + 5, 2**63 + 7, True, TraceFlags(1), TraceState([("vendor", "1")]))
-
-
-class Kept:
-    def __init__(self) -> None:
-        self.spans: list[RecordedSpan] = []
-
-    def put(self, span: RecordedSpan) -> None:
-        self.spans.append(span)
 
 
 def test_a_child_takes_over_its_parents_trace_and_state() -> None:
