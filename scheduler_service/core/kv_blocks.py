@@ -47,17 +47,26 @@ class BlockManager:
         """The empty chain of prefix keys of a request's sequences."""
         return KeyChain(block_size=self._block_size, adapter=request.adapter, salt=request.cache_salt)
 
-    def num_shared_blocks(self, request: Request) -> int:
-        """Full prompt blocks, which siblings share; 0 without a prefix cache."""
-        return len(request.prompt_token_ids) // self._block_size if self._prefix_caching else 0
+    def num_leading_tokens(self, request: Request) -> int:
+        """Prompt tokens that its first sequence computes before its siblings start: those of the full blocks, which
+        they share; none without a prefix cache. All that are to be scored, so that those come before any output."""
+        num = len(request.prompt_token_ids)
+        if request.scores_prompt:
+            return num if num > 1 else 0
+        return num // self._block_size * self._block_size if self._prefix_caching else 0
 
     # Starting and growing.
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The blocks of the longest cached prefix that leaves at least one token to compute. Changes nothing."""
+        """The blocks of the longest cached prefix that leaves at least one token to compute. Changes nothing.
+
+        A prompt token is scored by computing the one before it, so what is not scored yet is not looked up.
+        """
         if not self._prefix_caching:
             return []
-        num = (len(sequence.token_ids) - 1) // self._block_size
+        is_scored = sequence.scored >= sequence.prompt_token_count
+        num = (len(sequence.token_ids) if is_scored else sequence.scored) - 1
+        num //= self._block_size
         return self._pool.find(sequence.keys.keys(sequence.token_ids, num))
 
     def num_lacking(self, sequence: Sequence, hits: list[int]) -> int:

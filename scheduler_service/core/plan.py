@@ -1,6 +1,7 @@
 """A step's plan, as sent, and its result, as applied; in columns, like the wire."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,9 +50,20 @@ class StepPlan:
         return not (self.sequences or self.finished_sequence_ids or self.preempted_sequence_ids)
 
 
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of `num` prompt tokens from `position` on. `values` are carried through untouched."""
+
+    position: int
+    num: int
+    values: object
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a worker answered to a step. `logprobs` values are carried through untouched."""
+    """What a worker answered to a step. `logprobs` values are carried through untouched.
+
+    `prompt_logprobs` are parts of prompts by sequence id, those of one sequence in order.
+    """
 
     step_id: int
     sequence_ids: list[int]
@@ -59,6 +71,7 @@ class StepResult:
     stopped_sequence_ids: frozenset[int] = frozenset()
     logprobs: Mapping[int, object] = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
+    prompt_logprobs: ReadOnlyList[tuple[int, PromptLogprobs]] = ()
 
 
 class TokenEvent(NamedTuple):
@@ -69,6 +82,13 @@ class TokenEvent(NamedTuple):
     position: int
     logprobs: object
     finish_reason: FinishReason | None
+
+
+class PromptEvent(NamedTuple):
+    """A part of a prompt was scored."""
+
+    sequence: Sequence
+    logprobs: PromptLogprobs
 
 
 class EndEvent(NamedTuple):

@@ -33,7 +33,8 @@ class Request:
 
     `sampling` and `trace` are carried to the worker untouched: the core never looks inside.
     `max_tokens` is the most output tokens of each sequence, the context's end included.
-    `deadline` is on the scheduler's clock, in seconds.
+    `deadline` is on the scheduler's clock, in seconds. With `scores_prompt` the first sequence
+    tells how likely each token of the prompt is.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class Request:
     deadline: float | None = None
     sampling: object = None
     trace: str = ""
+    scores_prompt: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +58,8 @@ class Sequence:
     `token_ids` are the prompt and the applied output. `computed` counts tokens whose KV is
     written by the steps sent so far; `pending` counts tokens sampled by steps sent and not yet
     applied, which the worker already has and this process has not. `kv_limit` counts the tokens
-    whose KV is ever needed: all but the last one of output. `published` counts its blocks that
+    whose KV is ever needed: all but the last one of output. `scored` counts the prompt tokens whose
+    log-probability is known or not wanted; the first has none. `published` counts its blocks that
     were offered to the prefix cache, `target_blocks` those that its tokens at its start need.
     `last_step` is the last step that it is part of, `level` its effective priority while it waits,
     `ticket` its place in the queue.
@@ -83,9 +86,11 @@ class Sequence:
     protected_until: int = 0
     finish_reason: FinishReason | None = None
     prompt_token_count: int = field(init=False)
+    scored: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_token_count = len(self.request.prompt_token_ids)
+        self.scored = 1 if self.request.scores_prompt and self.index == 0 else self.prompt_token_count
 
     @property
     def output_token_count(self) -> int:

@@ -26,13 +26,13 @@ from scheduler_service.core.deadlines import Deadlines
 from scheduler_service.core.errors import DuplicateRequest, NeverFits, QueueFull
 from scheduler_service.core.kv_blocks import BlockManager
 from scheduler_service.core.live import LiveSequences
-from scheduler_service.core.plan import EndEvent, NewSequence, StepPlan, StepResult, TokenEvent
+from scheduler_service.core.plan import EndEvent, NewSequence, PromptEvent, StepPlan, StepResult, TokenEvent
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.request import FinishReason, Request, Sequence, SequenceState
 from scheduler_service.core.stats import SchedulerStats
 from scheduler_service.core.tenants import TenantLedger
 
-Event = TokenEvent | EndEvent
+Event = TokenEvent | PromptEvent | EndEvent
 
 # An output token keeps the device about as busy as two prompt tokens: the weights of the virtual token counter.
 _OUTPUT_COST = 2
@@ -121,7 +121,7 @@ class Scheduler:
         self._queued_tokens += request.n * len(request.prompt_token_ids)
         self._tenants.enter(request.tenant, request.n)
         self._waiting.push(sequences[0], arrival)
-        if self._blocks.num_shared_blocks(request) == 0:
+        if self._blocks.num_leading_tokens(request) == 0:
             self._release_siblings(sequences[0])
         if request.deadline is not None:
             self._deadlines.add(request, arrival, self._live.is_live)
@@ -191,6 +191,8 @@ class Scheduler:
         events: list[Event] = []
         for sequence_id, message in result.errors.items():
             events += self._fail_sequence(plan, sequence_id, message)
+        if result.prompt_logprobs:
+            self._apply_prompt_logprobs(result, events)
         self._apply_tokens(result, events)
         self._in_flight.popleft()
         self._requeue_drained()
@@ -324,10 +326,10 @@ class Scheduler:
         self._blocks.advance(sequence, num)
         if sequence.computed == known:
             sequence.pending += 1
-        if sequence.sequence_id in self._live.held_back:
-            shared = self._blocks.num_shared_blocks(sequence.request) * self.config.block_size
-            if sequence.computed >= shared:
-                plan.leaders.append(sequence)
+        if sequence.sequence_id in self._live.held_back and sequence.computed >= self._blocks.num_leading_tokens(
+            sequence.request
+        ):
+            plan.leaders.append(sequence)
 
     def _chunk_limit(self, budget: int, owed_after: int) -> int:
         """Most prefill tokens that one sequence gets: half of what is left, or more when those after it need less.
@@ -448,6 +450,17 @@ class Scheduler:
             events.append(TokenEvent(sequence, token_id, position, logprobs.get(sequence_id), reason))
             if reason is not None:
                 self._finish(sequence, reason)
+
+    def _apply_prompt_logprobs(self, result: StepResult, events: list[Event]) -> None:
+        for sequence_id, part in result.prompt_logprobs:
+            sequence = self._live.by_id.get(sequence_id)
+            if sequence is None:
+                continue
+            if part.position != sequence.scored:
+                text = f"prompt position {part.position} is told of; {sequence.scored} is next"
+                raise ValueError(f"the answer to step {result.step_id} is wrong about sequence {sequence_id}: {text}")
+            sequence.scored += part.num
+            events.append(PromptEvent(sequence, part))
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Takes a live sequence out of wherever it stands; its blocks are free from now on."""

@@ -20,6 +20,7 @@ from scheduler_service.engine.group import WorkerGroup
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.loop import StepLoop
 from scheduler_service.engine.metrics import EngineMetrics
+from scheduler_service.engine.output import OutputStream
 from scheduler_service.engine.start import StartedGroup
 from scheduler_service.engine.step_tracing import RankTotals, StepTraceRule, StepTracing
 from scheduler_service.engine.template import ChatTemplate
@@ -291,6 +292,7 @@ class Engine:
             deadline=None if call.deadline_s is None else arrival + call.deadline_s,
             sampling=checked.sampling,
             trace=trace.traceparent,
+            scores_prompt=checked.sampling.prompt_logprobs is not None,
         )
         live = _live_request(request, checked, trace, arrival)
         loop.submit(live)
@@ -348,7 +350,8 @@ class Engine:
 
 def _live_request(request: Request, checked: Checked, trace: RequestTrace, arrival: float) -> LiveRequest:
     best_of = None if checked.best_of is None else BestOf(checked.best_of)
-    return LiveRequest(request, checked.stops, checked.sampling.min_tokens, trace, arrival, best_of)
+    stream = OutputStream(len(request.prompt_token_ids) - 1 if request.scores_prompt else 0)
+    return LiveRequest(request, checked.stops, checked.sampling.min_tokens, trace, arrival, best_of, stream)
 
 
 def _not_ready() -> StepwireError:

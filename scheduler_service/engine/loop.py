@@ -15,7 +15,7 @@ from typing import Protocol
 import structlog
 
 from scheduler_service.core.errors import DuplicateRequest, NeverFits, QueueFull
-from scheduler_service.core.plan import EndEvent, StepPlan, StepResult, TokenEvent
+from scheduler_service.core.plan import EndEvent, PromptEvent, PromptLogprobs, StepPlan, StepResult, TokenEvent
 from scheduler_service.core.request import FinishReason
 from scheduler_service.core.request import Sequence as SchedulerSequence
 from scheduler_service.core.scheduler import Scheduler
@@ -213,7 +213,7 @@ class StepLoop:
             if sequence.sequence_id in sequence_ids:
                 self._live[sequence.request.request_id].trace.preempted(sequence.index)
 
-    def _note_events(self, events: Iterable[TokenEvent | EndEvent]) -> None:
+    def _note_events(self, events: Iterable[TokenEvent | PromptEvent | EndEvent]) -> None:
         """Puts what an answer holds for clients behind what is to be made into text."""
         texts = self._texts
         for event in events:
@@ -224,6 +224,9 @@ class StepLoop:
                 if event.finish_reason is not None:
                     del texts[event.sequence]
                 self._work.append((text, event))
+            elif isinstance(event, PromptEvent):
+                if event.sequence in texts:
+                    self._work.append((texts[event.sequence], event.logprobs))
             elif (text := texts.pop(event.sequence, None)) is not None:
                 self._work.append((text, _end_error(event)))
 
@@ -249,6 +252,10 @@ class StepLoop:
                     self.end(live, _too_slow(live))
                 elif item.finish_reason is not None:
                     self._end_sequence(live, text.sequence, item)
+            elif isinstance(item, PromptLogprobs):
+                live.stream.put_prompt_logprobs(item)
+                if live.stream.is_overfull:
+                    self.end(live, _too_slow(live))
             else:
                 self.end(live, item)
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-from scheduler_service.core.plan import TokenEvent
+from scheduler_service.core.plan import PromptLogprobs, TokenEvent
 from scheduler_service.core.request import FinishReason
 from scheduler_service.core.request import Sequence as SchedulerSequence
 from scheduler_service.engine.detokenize import SequenceDecoder
@@ -25,6 +25,8 @@ MAX_MERGED_TOKENS = 512
 # What a client may leave untaken: as many tokens, or a 24th of it with log-probabilities, which are that much larger.
 MAX_BACKLOG = 250_000
 LOGPROBS_COST = 24
+# In columns they are smaller: at most 21 numbers of ids and as many of values for a position.
+_PROMPT_COST = 5
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -32,11 +34,14 @@ _log = structlog.stdlib.get_logger(__name__)
 class OutputStream:
     """The messages of one request that its client has not taken yet. Used on the event loop alone."""
 
-    __slots__ = ("_backlog", "_error", "_is_ended", "_items", "_tails", "_waiter")
+    __slots__ = ("_backlog", "_error", "_held", "_is_ended", "_items", "_num_unscored", "_tails", "_waiter")
 
-    def __init__(self) -> None:
+    def __init__(self, num_scored: int = 0) -> None:
+        """With `num_scored` prompt tokens to tell of before the first output."""
         self._backlog = 0
-        self._items: deque[Output] = deque()
+        self._items: deque[Output | PromptLogprobs] = deque()
+        self._num_unscored = num_scored
+        self._held: list[Output] = []
         self._tails: dict[int, Output] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._is_ended = False
@@ -54,8 +59,19 @@ class OutputStream:
         if tail is not None and len(tail.token_ids) < MAX_MERGED_TOKENS:
             merge_output(tail, output)
         else:
-            self._items.append(output)
+            (self._held if self._num_unscored else self._items).append(output)
             self._tails[output.sequence_index] = output
+        self._wake()
+
+    def put_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        """Adds a part of the prompt's log-probabilities. Other sequences may be ahead of it, after a recovery: what
+        they brought follows the last part."""
+        self._backlog += cost(part)
+        self._items.append(part)
+        self._num_unscored -= part.num
+        if self._num_unscored <= 0:
+            self._items += self._held
+            self._held.clear()
         self._wake()
 
     def end(self, error: StepwireError | None = None) -> None:
@@ -65,7 +81,7 @@ class OutputStream:
             self._error = error
             self._wake()
 
-    async def get(self) -> Output | None:
+    async def get(self) -> Output | PromptLogprobs | None:
         """The next message; None after the last. Raises the error that the stream ended with."""
         while not self._items:
             if self._is_ended:
@@ -74,19 +90,21 @@ class OutputStream:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        output = self._items.popleft()
-        self._backlog -= cost(output)
-        if self._tails.get(output.sequence_index) is output:
-            del self._tails[output.sequence_index]
-        return output
+        item = self._items.popleft()
+        self._backlog -= cost(item)
+        if isinstance(item, Output) and self._tails.get(item.sequence_index) is item:
+            del self._tails[item.sequence_index]
+        return item
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-def cost(output: Output) -> int:
+def cost(output: Output | PromptLogprobs) -> int:
     """What a message counts of MAX_BACKLOG."""
+    if isinstance(output, PromptLogprobs):
+        return _PROMPT_COST * output.num
     return len(output.token_ids) + LOGPROBS_COST * len(output.logprobs)
 
 
@@ -140,8 +158,8 @@ class SequenceText:
         return output
 
 
-Work = tuple[SequenceText, TokenEvent | StepwireError]
-Delivery = tuple[SequenceText, Output | StepwireError]
+Work = tuple[SequenceText, TokenEvent | PromptLogprobs | StepwireError]
+Delivery = tuple[SequenceText, Output | PromptLogprobs | StepwireError]
 
 
 class TextPipeline:
@@ -179,7 +197,7 @@ def _make_texts(work: Sequence[Work]) -> list[Delivery]:
     """The messages of one step's tokens."""
     deliveries: list[Delivery] = []
     for text, event in work:
-        if isinstance(event, StepwireError):
+        if not isinstance(event, TokenEvent):
             deliveries.append((text, event))
             continue
         try:

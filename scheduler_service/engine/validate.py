@@ -132,12 +132,17 @@ class Validator:
             stop_token_ids=stop_token_ids,
             min_tokens=min_tokens,
             seed=secrets.randbits(_SEED_BITS) if given.seed is None else _check_range("seed", given.seed, 0, 2**64 - 1),
-            logprobs=None if given.logprobs is None else _check_range("logprobs", given.logprobs, 0, MAX_LOGPROBS),
+            logprobs=self._num_logprobs("logprobs", given.logprobs),
             typical_p=_float("typical_p", given.typical_p, 1.0, (0.0, 1.0), above_low=True),
             logit_bias=self._check_biases(given.logit_bias),
             allowed_token_ids=allowed,
             banned_token_ids=banned,
+            prompt_logprobs=self._num_logprobs("prompt_logprobs", given.prompt_logprobs),
         )
+
+    def _num_logprobs(self, field: str, value: int | None) -> int | None:
+        """Of the most likely tokens there are no more than the vocabulary has."""
+        return None if value is None else min(_check_range(field, value, 0, MAX_LOGPROBS), self._vocab_size)
 
     def _check_token_ids(self, field: str, token_ids: Collection[int], limit: int) -> tuple[int, ...]:
         """The ids, each once."""

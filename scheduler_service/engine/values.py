@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from scheduler_service.core.plan import PromptLogprobs
 from scheduler_service.core.request import FinishReason
 
 
@@ -62,6 +63,7 @@ class SamplingInput:
     banned_token_ids: Sequence[int] = ()
     typical_p: float | None = None
     best_of: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class Finished:
     queue_s: float
 
 
-Event = Started | Output | Finished
+Event = Started | PromptLogprobs | Output | Finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ before the validator has seen its length.
 
 from google.protobuf import duration_pb2
 
+from scheduler_service.core.plan import PromptLogprobs
 from scheduler_service.core.request import FinishReason
 from scheduler_service.engine.validate import MAX_MESSAGES, check_count
 from scheduler_service.engine.values import (
@@ -48,6 +49,7 @@ _OPTIONAL_SAMPLING = (
     "logprobs",
     "typical_p",
     "best_of",
+    "prompt_logprobs",
 )
 
 
@@ -103,6 +105,9 @@ def generate_response(event: Event) -> pb.GenerateResponse:
             prompt_token_count=event.prompt_token_count,
         )
         return pb.GenerateResponse(started=started)
+    if isinstance(event, PromptLogprobs):
+        # The worker's own message, carried through the engine untouched.
+        return pb.GenerateResponse(prompt_logprobs=event.values)  # type: ignore[arg-type]
     return pb.GenerateResponse(finished=_finished(event))
 
 

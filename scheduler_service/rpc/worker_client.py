@@ -13,7 +13,7 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Tracer
 
-from scheduler_service.core.plan import NewSequence, StepPlan, StepResult
+from scheduler_service.core.plan import NewSequence, PromptLogprobs, StepPlan, StepResult
 from scheduler_service.engine.ports import (
     Device,
     LoadPhase,
@@ -300,9 +300,11 @@ def _new_sequence(new: NewSequence) -> pb.NewSequence:
             biases=[bias for _, bias in sampling.logit_bias],
             allowed_token_ids=sampling.allowed_token_ids,
             banned_token_ids=sampling.banned_token_ids,
+            prompt_logprobs=sampling.prompt_logprobs if sequence.scored < sequence.prompt_token_count else None,
         ),
         block_ids=new.block_ids,
         traceparent=request.trace,
+        prompt_logprob_start=sequence.scored,
     )
 
 
@@ -315,7 +317,13 @@ def step_result(result: pb.StepResult) -> StepResult:
         stopped_sequence_ids=frozenset(result.stopped_sequence_ids),
         logprobs={entry.sequence_id: entry.logprobs for entry in result.logprobs},
         errors={entry.sequence_id: entry.message for entry in result.errors},
+        prompt_logprobs=[_prompt_logprobs(entry) for entry in result.prompt_logprobs],
     )
+
+
+def _prompt_logprobs(entry: pb.SequencePromptLogprobs) -> tuple[int, PromptLogprobs]:
+    # Carried on to the client as it is.
+    return entry.sequence_id, PromptLogprobs(entry.logprobs.position, len(entry.logprobs.token_ids), entry.logprobs)
 
 
 def _timings(timings: pb.StepTimings) -> StepTimings:

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -12,7 +13,16 @@ import click
 from stepwire.cli.connection import connect, connection_options
 from stepwire.cli.interrupts import ctrl_c_closes
 from stepwire.cli.sampling_options import sampling_from, sampling_options
-from stepwire.client.types import Event, Finished, Message, Output, Prompt, Started
+from stepwire.client.types import (
+    Event,
+    Finished,
+    Message,
+    Output,
+    PositionLogprobs,
+    Prompt,
+    PromptLogprobs,
+    Started,
+)
 
 
 @click.command()
@@ -22,6 +32,7 @@ from stepwire.client.types import Event, Finished, Message, Output, Prompt, Star
 @click.option("--n", type=int, help="Number of answers.")
 @click.option("--best-of", type=int, help="Sample so many answers and print the likeliest when all have ended.")
 @click.option("--logprobs", type=int, help="Log-probabilities of so many most likely tokens, on standard error.")
+@click.option("--prompt-logprobs", type=int, help="The same for each token of the prompt.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each event, a line each.")
 @click.option("--stats", is_flag=True, help="Tokens and times at the end, on standard error.")
 @click.option("--request-id", default="", help="Id of the request; by default the service makes one.")
@@ -39,7 +50,9 @@ def generate(prompt: str, *, chat: bool, system: str | None, **options: Any) -> 
         _JsonPrinter() if options["as_json"] else _TextPrinter(num_sequences=options["n"] or 1)
     )
     stats = _Stats()
-    sampling = sampling_from(options, **{name: options[name] for name in ("n", "best_of", "logprobs")})
+    sampling = sampling_from(
+        options, **{name: options[name] for name in ("n", "best_of", "logprobs", "prompt_logprobs")}
+    )
     with connect(options) as client:
         keywords = {name: options[name] for name in ("model", "request_id", "priority", "timeout")}
         try:
@@ -67,6 +80,8 @@ class _TextPrinter:
         self._is_line_open = False
 
     def show(self, event: Event) -> None:
+        if isinstance(event, PromptLogprobs):
+            _show_logprobs("prompt", event.position, event.logprobs)
         if not isinstance(event, Output):
             return
         if self._is_single:
@@ -74,17 +89,20 @@ class _TextPrinter:
             self._is_line_open = True
         else:
             self._texts[event.sequence_index] += event.text
-        for offset, entry in enumerate(event.logprobs):
-            top = "  ".join(f"{other.token_id}:{other.logprob:.4f}" for other in entry.top)
-            position, sampled = event.position + offset, entry.sampled
-            head = f"[{event.sequence_index}] {position:5}  {sampled.token_id:7} {sampled.logprob:9.4f}"
-            click.echo(f"{head}  {top}".rstrip(), err=True)
+        _show_logprobs(str(event.sequence_index), event.position, event.logprobs)
 
     def end(self) -> None:
         if self._is_line_open:
             click.echo()
         for index, text in sorted(self._texts.items()):
             click.echo(f"[{index}] {text}")
+
+
+def _show_logprobs(name: str, position: int, entries: Sequence[PositionLogprobs]) -> None:
+    for offset, entry in enumerate(entries):
+        top = "  ".join(f"{other.token_id}:{other.logprob:.4f}" for other in entry.top)
+        head = f"[{name}] {position + offset:5}  {entry.sampled.token_id:7} {entry.sampled.logprob:9.4f}"
+        click.echo(f"{head}  {top}".rstrip(), err=True)
 
 
 class _JsonPrinter:
@@ -111,7 +129,7 @@ class _Stats:
             self._started = event
         elif isinstance(event, Finished):
             self._finished = event
-        elif self._first is None:
+        elif isinstance(event, Output) and self._first is None:
             self._first = time.monotonic()
 
     def text(self) -> str:

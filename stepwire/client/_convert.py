@@ -15,6 +15,7 @@ from stepwire.client.types import (
     Output,
     PositionLogprobs,
     Prompt,
+    PromptLogprobs,
     SamplingParams,
     Started,
     TokenLogprob,
@@ -105,6 +106,8 @@ def event(response: inference_pb2.GenerateResponse) -> Event | None:
     if kind == "started":
         started = response.started
         return Started(started.request_id, started.seed, started.model, started.prompt_token_count)
+    if kind == "prompt_logprobs":
+        return _prompt_logprobs(response.prompt_logprobs)
     if kind == "finished":
         usage = response.finished.usage
         return Finished(
@@ -153,6 +156,17 @@ def _position_logprobs(entry: common_pb2.PositionLogprobs) -> PositionLogprobs:
         TokenLogprob(entry.sampled.token_id, entry.sampled.logprob),
         tuple(TokenLogprob(top.token_id, top.logprob) for top in entry.top),
     )
+
+
+def _prompt_logprobs(part: common_pb2.PromptLogprobs) -> PromptLogprobs:
+    token_ids, logprobs = list(part.token_ids), list(part.logprobs)
+    top = list(map(TokenLogprob, part.top_token_ids, part.top_logprobs))
+    num_top = len(top) // max(1, len(token_ids))
+    entries = (
+        PositionLogprobs(TokenLogprob(token_id, logprob), tuple(top[i * num_top : (i + 1) * num_top]))
+        for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True))
+    )
+    return PromptLogprobs(part.position, tuple(entries))
 
 
 def _sampling(params: SamplingParams) -> inference_pb2.SamplingParams:

@@ -41,6 +41,7 @@ class SamplingKeywords(TypedDict, total=False):
     banned_token_ids: Sequence[int]
     typical_p: float | None
     best_of: int | None
+    prompt_logprobs: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class SamplingParams:
     `logit_bias`: added to the logits of these token ids; `allowed_token_ids`: nothing else is sampled;
     `banned_token_ids`: never sampled. `typical_p`: 1 keeps all.
     `best_of`: sample so many sequences and deliver the n likeliest, the best first, when all have ended.
+    `prompt_logprobs`: report the log-probability of each token of the prompt, and so many most likely ones.
     """
 
     max_tokens: int | None = None
@@ -80,6 +82,7 @@ class SamplingParams:
     banned_token_ids: Sequence[int] = ()
     typical_p: float | None = None
     best_of: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class GenerateKeywords(SamplingKeywords, total=False):
@@ -125,7 +128,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """Log-probabilities at one output position: of the sampled token, and of the most likely ones in falling order."""
+    """Log-probabilities at one position: of its token, sampled or in the prompt, and of the most likely ones in falling
+    order."""
 
     sampled: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -148,6 +152,15 @@ class Started:
     seed: int
     model: str
     num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a part of the prompt, from prompt position `position` on. All come before the first Output;
+    the prompt's first token, at position 0, has none."""
+
+    position: int
+    logprobs: tuple[PositionLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +195,7 @@ class Finished:
     queue_s: float
 
 
-Event: TypeAlias = Started | Output | Finished
+Event: TypeAlias = Started | PromptLogprobs | Output | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +213,10 @@ class CompletedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Everything a request brought, sequences in the order of their index."""
+    """Everything a request brought, sequences in the order of their index.
+
+    `prompt_logprobs`, when asked for, has an entry for each token of the prompt but the first.
+    """
 
     request_id: str
     model: str
@@ -208,6 +224,7 @@ class Completion:
     sequences: tuple[CompletedSequence, ...]
     usage: Usage
     queue_s: float
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
 
     @property
     def text(self) -> str:
@@ -258,6 +275,7 @@ class CompletionBuilder:
     def __init__(self) -> None:
         self._started: Started | None = None
         self._finished: Finished | None = None
+        self._prompt: list[PositionLogprobs] = []
         self._parts: dict[int, _SequenceParts] = {}
 
     def add(self, event: Event) -> None:
@@ -270,6 +288,8 @@ class CompletionBuilder:
             parts.last = event
         elif isinstance(event, Started):
             self._started = event
+        elif isinstance(event, PromptLogprobs):
+            self._prompt += event.logprobs
         else:
             self._finished = event
 
@@ -284,6 +304,7 @@ class CompletionBuilder:
             sequences=tuple(_completed(index, parts) for index, parts in sorted(self._parts.items())),
             usage=self._finished.usage,
             queue_s=self._finished.queue_s,
+            prompt_logprobs=tuple(self._prompt),
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import NeverFits, QueueFull, Refused
-from scheduler_service.core.plan import EndEvent, StepPlan, StepResult, TokenEvent
+from scheduler_service.core.plan import EndEvent, PromptEvent, StepPlan, StepResult, TokenEvent
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.core.scheduler import Scheduler
 from stepwire.simulation.arrivals import Arrival
@@ -167,7 +167,7 @@ class Simulation:
             record.error = _refusal(error)
         self._result.num_waiting_peak = max(self._result.num_waiting_peak, self._scheduler.num_waiting)
 
-    def _take(self, events: Iterable[TokenEvent | EndEvent]) -> None:
+    def _take(self, events: Iterable[TokenEvent | PromptEvent | EndEvent]) -> None:
         for event in events:
             record = self._records[event.sequence.request.request_id]
             if isinstance(event, TokenEvent):
@@ -177,7 +177,7 @@ class Simulation:
                     record.first_token_s = self._now
                 if event.finish_reason is not None:
                     record.end_s = self._now
-            else:
+            elif isinstance(event, EndEvent):
                 record.end_s = self._now
                 record.error = _FAILURES.get(event.finish_reason, event.finish_reason.value)
 

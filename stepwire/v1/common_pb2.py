@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stepwire/v1/common.proto\x12\x0bstepwire.v1\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"f\n\x10PositionLogprobs\x12*\n\x07sampled\x18\x01 \x01(\x0b\x32\x19.stepwire.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.stepwire.v1.TokenLogprobb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stepwire/v1/common.proto\x12\x0bstepwire.v1\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"f\n\x10PositionLogprobs\x12*\n\x07sampled\x18\x01 \x01(\x0b\x32\x19.stepwire.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.stepwire.v1.TokenLogprob\"t\n\x0ePromptLogprobs\x12\x10\n\x08position\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x04 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,4 +35,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENLOGPROB']._serialized_end=90
   _globals['_POSITIONLOGPROBS']._serialized_start=92
   _globals['_POSITIONLOGPROBS']._serialized_end=194
+  _globals['_PROMPTLOGPROBS']._serialized_start=196
+  _globals['_PROMPTLOGPROBS']._serialized_end=312
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from stepwire.v1 import common_pb2 as stepwire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstepwire/v1/inference.proto\x12\x0bstepwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18stepwire/v1/common.proto\"\xea\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.stepwire.v1.TokenIdsH\x00\x12-\n\x08messages\x18\x04 \x01(\x0b\x32\x19.stepwire.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.stepwire.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x42\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.stepwire.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x85\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x02H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x0e\n\x01n\x18\x0e \x01(\x05H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12>\n\nlogit_bias\x18\x10 \x03(\x0b\x32*.stepwire.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\x05\x12\x18\n\x10\x62\x61nned_token_ids\x18\x12 \x03(\x05\x12\x16\n\ttypical_p\x18\x13 \x01(\x02H\x0c\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x18 \x01(\x05H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x04\n\x02_nB\x0b\n\t_logprobsB\x0c\n\n_typical_pB\n\n\x08_best_of\"\xae\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.stepwire.v1.GenerateStartedH\x00\x12-\n\x06output\x18\x02 \x01(\x0b\x32\x1b.stepwire.v1.GenerateOutputH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.stepwire.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"^\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1a\n\x12prompt_token_count\x18\x04 \x01(\x05\"\xf7\x01\n\x0eGenerateOutput\x12\x16\n\x0esequence_index\x18\x01 \x01(\x05\x12\x10\n\x08position\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.stepwire.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.stepwire.v1.FinishReason\x12\x0e\n\x04stop\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\x05H\x00\x42\x0e\n\x0cmatched_stop\"h\n\x10GenerateFinished\x12!\n\x05usage\x18\x01 \x01(\x0b\x32\x12.stepwire.v1.Usage\x12\x31\n\x0equeue_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"[\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x05\x12\x1a\n\x12output_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\"i\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12-\n\x08messages\x18\x03 \x01(\x0b\x32\x19.stepwire.v1.ChatMessagesH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.stepwire.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.stepwire.v1.Model\"\xb0\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x15\n\rmax_model_len\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12&\n\x05state\x18\x08 \x01(\x0e\x32\x17.stepwire.v1.ModelState\x12\x12\n\nblock_size\x18\t \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\n \x01(\x05\x12\x18\n\x10\x66ree_block_count\x18\x0b \x01(\x05\x12\x15\n\rrunning_count\x18\x0c \x01(\x05\x12\x15\n\rwaiting_count\x18\r \x01(\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8c\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_STATE_STARTING\x10\x01\x12\x15\n\x11MODEL_STATE_READY\x10\x02\x12\x18\n\x14MODEL_STATE_DRAINING\x10\x03\x12\x16\n\x12MODEL_STATE_FAILED\x10\x04\x32\xa1\x03\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.stepwire.v1.GenerateRequest\x1a\x1d.stepwire.v1.GenerateResponse0\x01\x12L\n\x08Tokenize\x12\x1c.stepwire.v1.TokenizeRequest\x1a\x1d.stepwire.v1.TokenizeResponse\"\x03\x90\x02\x01\x12R\n\nDetokenize\x12\x1e.stepwire.v1.DetokenizeRequest\x1a\x1f.stepwire.v1.DetokenizeResponse\"\x03\x90\x02\x01\x12R\n\nListModels\x12\x1e.stepwire.v1.ListModelsRequest\x1a\x1f.stepwire.v1.ListModelsResponse\"\x03\x90\x02\x01\x12L\n\x08GetModel\x12\x1c.stepwire.v1.GetModelRequest\x1a\x1d.stepwire.v1.GetModelResponse\"\x03\x90\x02\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstepwire/v1/inference.proto\x12\x0bstepwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18stepwire/v1/common.proto\"\xea\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.stepwire.v1.TokenIdsH\x00\x12-\n\x08messages\x18\x04 \x01(\x0b\x32\x19.stepwire.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.stepwire.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x42\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.stepwire.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb7\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x02H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x0e\n\x01n\x18\x0e \x01(\x05H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12>\n\nlogit_bias\x18\x10 \x03(\x0b\x32*.stepwire.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\x05\x12\x18\n\x10\x62\x61nned_token_ids\x18\x12 \x03(\x05\x12\x16\n\ttypical_p\x18\x13 \x01(\x02H\x0c\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x18 \x01(\x05H\r\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x19 \x01(\x05H\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x04\n\x02_nB\x0b\n\t_logprobsB\x0c\n\n_typical_pB\n\n\x08_best_ofB\x12\n\x10_prompt_logprobs\"\xe6\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.stepwire.v1.GenerateStartedH\x00\x12-\n\x06output\x18\x02 \x01(\x0b\x32\x1b.stepwire.v1.GenerateOutputH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.stepwire.v1.GenerateFinishedH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.stepwire.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"^\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1a\n\x12prompt_token_count\x18\x04 \x01(\x05\"\xf7\x01\n\x0eGenerateOutput\x12\x16\n\x0esequence_index\x18\x01 \x01(\x05\x12\x10\n\x08position\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.stepwire.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.stepwire.v1.FinishReason\x12\x0e\n\x04stop\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\x05H\x00\x42\x0e\n\x0cmatched_stop\"h\n\x10GenerateFinished\x12!\n\x05usage\x18\x01 \x01(\x0b\x32\x12.stepwire.v1.Usage\x12\x31\n\x0equeue_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"[\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x05\x12\x1a\n\x12output_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\"i\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12-\n\x08messages\x18\x03 \x01(\x0b\x32\x19.stepwire.v1.ChatMessagesH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.stepwire.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.stepwire.v1.Model\"\xb0\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x15\n\rmax_model_len\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12&\n\x05state\x18\x08 \x01(\x0e\x32\x17.stepwire.v1.ModelState\x12\x12\n\nblock_size\x18\t \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\n \x01(\x05\x12\x18\n\x10\x66ree_block_count\x18\x0b \x01(\x05\x12\x15\n\rrunning_count\x18\x0c \x01(\x05\x12\x15\n\rwaiting_count\x18\r \x01(\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8c\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_STATE_STARTING\x10\x01\x12\x15\n\x11MODEL_STATE_READY\x10\x02\x12\x18\n\x14MODEL_STATE_DRAINING\x10\x03\x12\x16\n\x12MODEL_STATE_FAILED\x10\x04\x32\xa1\x03\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.stepwire.v1.GenerateRequest\x1a\x1d.stepwire.v1.GenerateResponse0\x01\x12L\n\x08Tokenize\x12\x1c.stepwire.v1.TokenizeRequest\x1a\x1d.stepwire.v1.TokenizeResponse\"\x03\x90\x02\x01\x12R\n\nDetokenize\x12\x1e.stepwire.v1.DetokenizeRequest\x1a\x1f.stepwire.v1.DetokenizeResponse\"\x03\x90\x02\x01\x12R\n\nListModels\x12\x1e.stepwire.v1.ListModelsRequest\x1a\x1f.stepwire.v1.ListModelsResponse\"\x03\x90\x02\x01\x12L\n\x08GetModel\x12\x1c.stepwire.v1.GetModelRequest\x1a\x1d.stepwire.v1.GetModelResponse\"\x03\x90\x02\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,10 +43,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INFERENCESERVICE'].methods_by_name['ListModels']._serialized_options = b'\220\002\001'
   _globals['_INFERENCESERVICE'].methods_by_name['GetModel']._loaded_options = None
   _globals['_INFERENCESERVICE'].methods_by_name['GetModel']._serialized_options = b'\220\002\001'
-  _globals['_FINISHREASON']._serialized_start=2709
-  _globals['_FINISHREASON']._serialized_end=2804
-  _globals['_MODELSTATE']._serialized_start=2807
-  _globals['_MODELSTATE']._serialized_end=2947
+  _globals['_FINISHREASON']._serialized_start=2815
+  _globals['_FINISHREASON']._serialized_end=2910
+  _globals['_MODELSTATE']._serialized_start=2913
+  _globals['_MODELSTATE']._serialized_end=3053
   _globals['_GENERATEREQUEST']._serialized_start=103
   _globals['_GENERATEREQUEST']._serialized_end=337
   _globals['_TOKENIDS']._serialized_start=339
@@ -56,37 +56,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=424
   _globals['_CHATMESSAGE']._serialized_end=468
   _globals['_SAMPLINGPARAMS']._serialized_start=471
-  _globals['_SAMPLINGPARAMS']._serialized_end=1244
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1000
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1048
-  _globals['_GENERATERESPONSE']._serialized_start=1247
-  _globals['_GENERATERESPONSE']._serialized_end=1421
-  _globals['_GENERATESTARTED']._serialized_start=1423
-  _globals['_GENERATESTARTED']._serialized_end=1517
-  _globals['_GENERATEOUTPUT']._serialized_start=1520
-  _globals['_GENERATEOUTPUT']._serialized_end=1767
-  _globals['_GENERATEFINISHED']._serialized_start=1769
-  _globals['_GENERATEFINISHED']._serialized_end=1873
-  _globals['_USAGE']._serialized_start=1875
-  _globals['_USAGE']._serialized_end=1966
-  _globals['_TOKENIZEREQUEST']._serialized_start=1968
-  _globals['_TOKENIZEREQUEST']._serialized_end=2073
-  _globals['_TOKENIZERESPONSE']._serialized_start=2075
-  _globals['_TOKENIZERESPONSE']._serialized_end=2112
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2114
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2196
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2198
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2232
-  _globals['_LISTMODELSREQUEST']._serialized_start=2234
-  _globals['_LISTMODELSREQUEST']._serialized_end=2253
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2255
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2311
-  _globals['_GETMODELREQUEST']._serialized_start=2313
-  _globals['_GETMODELREQUEST']._serialized_end=2345
-  _globals['_GETMODELRESPONSE']._serialized_start=2347
-  _globals['_GETMODELRESPONSE']._serialized_end=2400
-  _globals['_MODEL']._serialized_start=2403
-  _globals['_MODEL']._serialized_end=2707
-  _globals['_INFERENCESERVICE']._serialized_start=2950
-  _globals['_INFERENCESERVICE']._serialized_end=3367
+  _globals['_SAMPLINGPARAMS']._serialized_end=1294
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1030
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1078
+  _globals['_GENERATERESPONSE']._serialized_start=1297
+  _globals['_GENERATERESPONSE']._serialized_end=1527
+  _globals['_GENERATESTARTED']._serialized_start=1529
+  _globals['_GENERATESTARTED']._serialized_end=1623
+  _globals['_GENERATEOUTPUT']._serialized_start=1626
+  _globals['_GENERATEOUTPUT']._serialized_end=1873
+  _globals['_GENERATEFINISHED']._serialized_start=1875
+  _globals['_GENERATEFINISHED']._serialized_end=1979
+  _globals['_USAGE']._serialized_start=1981
+  _globals['_USAGE']._serialized_end=2072
+  _globals['_TOKENIZEREQUEST']._serialized_start=2074
+  _globals['_TOKENIZEREQUEST']._serialized_end=2179
+  _globals['_TOKENIZERESPONSE']._serialized_start=2181
+  _globals['_TOKENIZERESPONSE']._serialized_end=2218
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2220
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2302
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2304
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2338
+  _globals['_LISTMODELSREQUEST']._serialized_start=2340
+  _globals['_LISTMODELSREQUEST']._serialized_end=2359
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2361
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2417
+  _globals['_GETMODELREQUEST']._serialized_start=2419
+  _globals['_GETMODELREQUEST']._serialized_end=2451
+  _globals['_GETMODELRESPONSE']._serialized_start=2453
+  _globals['_GETMODELRESPONSE']._serialized_end=2506
+  _globals['_MODEL']._serialized_start=2509
+  _globals['_MODEL']._serialized_end=2813
+  _globals['_INFERENCESERVICE']._serialized_start=3056
+  _globals['_INFERENCESERVICE']._serialized_end=3473
 # @@protoc_insertion_point(module_scope)

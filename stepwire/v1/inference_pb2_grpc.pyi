@@ -41,8 +41,9 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Continues a prompt. The first message is `started`; then one `output` for each
-    token, which coalesce only while the client is behind; the last is `finished`.
+    """Continues a prompt. The first message is `started`; then, when asked for,
+    `prompt_logprobs`, one or more, in the order of their positions; then one `output`
+    for each token, which coalesce only while the client is behind; the last is `finished`.
     Outputs of one sequence arrive in the order of their positions. Cancelling the
     call frees what the request holds with the next step.
     """
@@ -68,8 +69,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Continues a prompt. The first message is `started`; then one `output` for each
-    token, which coalesce only while the client is behind; the last is `finished`.
+    """Continues a prompt. The first message is `started`; then, when asked for,
+    `prompt_logprobs`, one or more, in the order of their positions; then one `output`
+    for each token, which coalesce only while the client is behind; the last is `finished`.
     Outputs of one sequence arrive in the order of their positions. Cancelling the
     call frees what the request holds with the next step.
     """
@@ -98,8 +100,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Continues a prompt. The first message is `started`; then one `output` for each
-        token, which coalesce only while the client is behind; the last is `finished`.
+        """Continues a prompt. The first message is `started`; then, when asked for,
+        `prompt_logprobs`, one or more, in the order of their positions; then one `output`
+        for each token, which coalesce only while the client is behind; the last is `finished`.
         Outputs of one sequence arrive in the order of their positions. Cancelling the
         call frees what the request holds with the next step.
         """

@@ -666,6 +666,7 @@ class NewSequence(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROB_START_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The scheduler's id, unique in an epoch."""
     request_id: _builtins.str
@@ -674,6 +675,10 @@ class NewSequence(_message.Message):
     """How many of them are the prompt."""
     traceparent: _builtins.str
     """W3C trace context of the request, when it is sampled."""
+    prompt_logprob_start: _builtins.int
+    """With prompt log-probabilities: the first prompt position that has not been told of; at least 1. From the position
+    before it on the sequence must be computed.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and output so far."""
@@ -696,10 +701,11 @@ class NewSequence(_message.Message):
         sampling: Global___SequenceSampling | None = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         traceparent: _builtins.str = ...,
+        prompt_logprob_start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "prompt_logprob_start", b"prompt_logprob_start", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -730,6 +736,7 @@ class SequenceSampling(_message.Message):
     BIASES_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """See SamplingParams."""
     top_k: _builtins.int
@@ -754,6 +761,8 @@ class SequenceSampling(_message.Message):
     """Number of most likely tokens to report; absent for no log-probabilities."""
     typical_p: _builtins.float
     """See SamplingParams; 1 keeps all."""
+    prompt_logprobs: _builtins.int
+    """Number of most likely tokens to report for each prompt position; absent for no prompt log-probabilities."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the sequence, the model's own end tokens included where they count."""
@@ -794,14 +803,20 @@ class SequenceSampling(_message.Message):
         biases: _abc.Iterable[_builtins.float] | None = ...,
         allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "biased_token_ids", b"biased_token_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "sequence_index", b"sequence_index", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "biased_token_ids", b"biased_token_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "sequence_index", b"sequence_index", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SequenceSampling: _TypeAlias = SequenceSampling  # noqa: Y015
 
@@ -819,6 +834,7 @@ class StepResult(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch."""
     step_id: _builtins.int
@@ -847,6 +863,10 @@ class StepResult(_message.Message):
     def timings(self) -> Global___StepTimings:
         """Where the time went."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequencePromptLogprobs]:
+        """Log-probabilities of the prompt positions that this step computed, in order, of those that asked for them."""
+
     def __init__(
         self,
         *,
@@ -858,10 +878,11 @@ class StepResult(_message.Message):
         logprobs: _abc.Iterable[Global___SequenceLogprobs] | None = ...,
         errors: _abc.Iterable[Global___SequenceError] | None = ...,
         timings: Global___StepTimings | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___SequencePromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "stopped_sequence_ids", b"stopped_sequence_ids", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "stopped_sequence_ids", b"stopped_sequence_ids", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -894,6 +915,34 @@ class SequenceLogprobs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceLogprobs: _TypeAlias = SequenceLogprobs  # noqa: Y015
+
+@_typing.final
+class SequencePromptLogprobs(_message.Message):
+    """The log-probabilities of a part of one sequence's prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """The sequence."""
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.PromptLogprobs:
+        """The values; at most 4,096 positions."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        logprobs: _common_pb2.PromptLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequencePromptLogprobs: _TypeAlias = SequencePromptLogprobs  # noqa: Y015
 
 @_typing.final
 class SequenceError(_message.Message):

@@ -51,6 +51,12 @@ BAD = [
     ("best_of large", {"text": "x", "sampling": sampling(best_of=65)}, "FIELD_OUT_OF_RANGE", "best_of"),
     ("best_of negative", {"text": "x", "sampling": sampling(best_of=-HUGE)}, "FIELD_OUT_OF_RANGE", "best_of"),
     ("held back", {"text": "x", "sampling": sampling(best_of=64, logprobs=0)}, "FIELD_OUT_OF_RANGE", "best_of"),
+    (
+        "prompt_logprobs",
+        {"text": "x", "sampling": sampling(prompt_logprobs=21)},
+        "FIELD_OUT_OF_RANGE",
+        "prompt_logprobs",
+    ),
     ("bias nan", {"text": "x", "sampling": sampling(logit_bias={5: math.nan})}, "FIELD_OUT_OF_RANGE", "logit_bias"),
     ("bias large", {"text": "x", "sampling": sampling(logit_bias={5: 101.0})}, "FIELD_OUT_OF_RANGE", "logit_bias"),
     (

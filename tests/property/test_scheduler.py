@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import NeverFits, QueueFull
-from scheduler_service.core.plan import EndEvent, StepPlan, StepResult
+from scheduler_service.core.plan import EndEvent, PromptEvent, StepPlan, StepResult
 from scheduler_service.core.request import FinishReason, Request, Sequence
 from scheduler_service.core.scheduler import Event, Scheduler
-from tests.support.model_worker import ModelWorker, undisturbed
+from tests.support.model_worker import ModelWorker, prompt_scores, undisturbed
 
 STOP_ONE_IN = 12
 NUM_OPERATIONS = 200_000 if os.environ.get("STEPWIRE_TEST_FULL") else 20_000
@@ -59,6 +59,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         self.worker = ModelWorker(num_blocks, block_size, STOP_ONE_IN)
         self.sent: deque[StepPlan] = deque()
         self.live: dict[Sequence, list[int]] = {}
+        self.scores: dict[Sequence, list[bytes]] = {}
         self.transcripts: list[list[int]] = []
         self.num_requests = 0
 
@@ -89,6 +90,7 @@ class SchedulerHistory(RuleBasedStateMachine):
             n=n,
             priority=priority,
             deadline=None if patience is None else self.now + patience,
+            scores_prompt=self.num_requests % 4 == 3,
         )
         self.num_requests += 1
         try:
@@ -164,10 +166,20 @@ class SchedulerHistory(RuleBasedStateMachine):
         for event in events:
             sequence = event.sequence
             output = self.live[sequence]
+            if isinstance(event, PromptEvent):
+                assert sequence.index == 0 and not output, (
+                    "a prompt is told of by its first sequence, before its output"
+                )
+                scores = self.scores.setdefault(sequence, [])
+                assert event.logprobs.position == len(scores) + 1, "a position was skipped or came twice"
+                scores += event.logprobs.values  # type: ignore[operator]
+                continue
             if isinstance(event, EndEvent):
                 del self.live[sequence]
                 continue
             assert event.position == len(output), "a position was skipped or came twice"
+            if sequence.request.scores_prompt and not output and sequence.index == 0:
+                assert self.scores.pop(sequence, []) == prompt_scores(list(sequence.request.prompt_token_ids))
             output.append(event.token_id)
             if event.finish_reason is not None:
                 request = sequence.request

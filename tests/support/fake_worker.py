@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -44,6 +45,15 @@ def logprob_of(slot: bytes, token_id: int) -> float:
     return -(digest(slot, token_id)[0] + 1) / 64
 
 
+def expected_scores(prompt: Sequence[int]) -> list[float]:
+    """The log-probability of each token of a prompt but the first."""
+    slot, scores = b"", []
+    for before, token_id in pairwise(prompt):
+        slot = digest(slot, before)
+        scores.append(logprob_of(slot, token_id))
+    return scores
+
+
 def expected_tokens(prompt: Sequence[int], num: int, choices: Sequence[int], *, seed: int, index: int = 0) -> list[int]:
     """The first tokens of a sequence to which nothing happens and for which no stop token is drawn."""
     slot = b""
@@ -65,6 +75,7 @@ class FakeSequence:
     block_ids: list[int]
     computed: int
     is_stopped: bool = False
+    scored: int = 0
 
 
 @dataclass
@@ -163,7 +174,10 @@ class FakeWorker:
             sequence.computed += num
             result.errors.append(pb.SequenceError(sequence_id=sequence_id, message=self.sequence_failures[request_id]))
             return
+        begin = sequence.computed
         slot = self._write(sequence, num)
+        if sequence.new.sampling.HasField("prompt_logprobs"):
+            self._score(sequence, begin, result)
         if sequence.computed < len(sequence.token_ids):
             return
         token_id = self._sample(sequence, slot)
@@ -177,6 +191,21 @@ class FakeWorker:
             sampled = common_pb2.TokenLogprob(token_id=token_id, logprob=logprob_of(slot, token_id))
             values = common_pb2.PositionLogprobs(sampled=sampled, top=[sampled] * sequence.new.sampling.logprobs)
             result.logprobs.append(pb.SequenceLogprobs(sequence_id=sequence_id, logprobs=values))
+
+    def _score(self, sequence: FakeSequence, begin: int, result: pb.StepResult) -> None:
+        first = sequence.scored or sequence.new.prompt_logprob_start
+        if first == sequence.new.prompt_token_count:
+            return
+        _require(begin < first, f"position {first} of a prompt cannot be told of")
+        sequence.scored = last = min(sequence.computed + 1, sequence.new.prompt_token_count)
+        token_ids = sequence.token_ids[first:last]
+        slots = [self.slots[self._place(sequence, position - 1)] for position in range(first, last)]
+        values = [logprob_of(slot, token_id) for slot, token_id in zip(slots, token_ids, strict=True)]
+        num_top = sequence.new.sampling.prompt_logprobs
+        part = common_pb2.PromptLogprobs(position=first, token_ids=token_ids, logprobs=values)
+        part.top_token_ids.extend(choice for _ in token_ids for choice in self.choices[:num_top])
+        part.top_logprobs.extend(value for value in values for _ in range(num_top))
+        result.prompt_logprobs.append(pb.SequencePromptLogprobs(sequence_id=sequence.new.sequence_id, logprobs=part))
 
     def _write(self, sequence: FakeSequence, num: int) -> bytes:
         end = sequence.computed + num

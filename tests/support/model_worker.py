@@ -8,7 +8,7 @@ after it; the test compares the tokens with those of an undisturbed run.
 import hashlib
 from dataclasses import dataclass, field
 
-from scheduler_service.core.plan import StepPlan, StepResult
+from scheduler_service.core.plan import PromptLogprobs, StepPlan, StepResult
 
 VOCAB = 50
 STOP_TOKEN = 0
@@ -40,6 +40,14 @@ def undisturbed(prompt: list[int], index: int, max_tokens: int, *, stop_one_in: 
     return output
 
 
+def prompt_scores(prompt: list[int]) -> list[bytes]:
+    """What is told of each token of a prompt but the first, when nothing happens to it."""
+    slots = [b""]
+    for token_id in prompt[:-1]:
+        slots.append(digest(slots[-1], token_id))
+    return slots[1:]
+
+
 @dataclass
 class _State:
     token_ids: list[int]
@@ -47,6 +55,8 @@ class _State:
     block_ids: list[int]
     computed: int = 0
     is_skipped: bool = False
+    scored: int = 0
+    num_prompt: int = 0
 
 
 @dataclass
@@ -71,12 +81,14 @@ class ModelWorker:
             sequence_id = new.sequence_id
             assert sequence_id not in self.sequences
             state = _State(list(new.token_ids), new.sequence.index, list(new.block_ids), computed_of[sequence_id])
+            state.scored, state.num_prompt = new.sequence.scored, new.sequence.prompt_token_count
+            assert state.scored == state.num_prompt or state.computed < state.scored, "a position cannot be scored"
             self.sequences[sequence_id] = state
         added = iter(plan.new_block_ids)
         for sequence_id, num in zip(plan.sequence_ids, plan.new_block_counts, strict=True):
             self.sequences[sequence_id].block_ids += [next(added) for _ in range(num)]
         assert next(added, None) is None
-        result = StepResult(plan.step_id, [], [], stopped := set(), {}, errors := {})  # type: ignore[arg-type]
+        result = StepResult(plan.step_id, [], [], stopped := set(), {}, errors := {}, prompts := [])  # type: ignore[arg-type]
         written: set[tuple[int, int]] = set()
         for place, sequence_id in enumerate(plan.sequence_ids):
             state = self.sequences[sequence_id]
@@ -90,7 +102,12 @@ class ModelWorker:
             if place == fail:
                 errors[sequence_id] = "made to fail"
                 state.is_skipped = True
-            elif state.computed == len(state.token_ids):
+                continue
+            if state.scored < (last := min(state.computed + 1, state.num_prompt)):
+                values = [self._slot(state, position - 1) for position in range(state.scored, last)]
+                prompts.append((sequence_id, PromptLogprobs(state.scored, len(values), values)))
+                state.scored = last
+            if state.computed == len(state.token_ids):
                 token_id = draw(self._slot(state, state.computed - 1), state.index, stop_one_in=self.stop_one_in)
                 state.token_ids.append(token_id)
                 result.sequence_ids.append(sequence_id)

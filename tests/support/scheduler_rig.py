@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.plan import EndEvent, StepPlan, TokenEvent
+from scheduler_service.core.plan import EndEvent, PromptEvent, StepPlan, TokenEvent
 from scheduler_service.core.request import Request, Sequence
 from scheduler_service.core.scheduler import Event, Scheduler
 from tests.support.model_worker import ModelWorker, undisturbed
@@ -16,7 +16,7 @@ class SchedulerRig:
     """Sends plans and answers them one by one; every answer is computed from the slots the plan names.
 
     No token is a stop token unless `answer` says so. `outputs` holds what was delivered, `ends`
-    what ended without a token.
+    what ended without a token, `scores` what was told of prompts.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class SchedulerRig:
         self.sent: deque[StepPlan] = deque()
         self.outputs: dict[Sequence, list[int]] = {}
         self.ends: list[EndEvent] = []
+        self.scores: dict[Sequence, list[bytes]] = {}
         self._num_prompts = 0
 
     def prompt(self, num_tokens: int) -> list[int]:
@@ -85,6 +86,8 @@ class SchedulerRig:
         for event in events:
             if isinstance(event, TokenEvent):
                 self.outputs.setdefault(event.sequence, []).append(event.token_id)
+            elif isinstance(event, PromptEvent):
+                self.scores.setdefault(event.sequence, []).extend(event.logprobs.values)  # type: ignore[call-overload]
             else:
                 self.ends.append(event)
         return events

@@ -20,7 +20,7 @@ from worker_service.runtime.executor import TorchExecutor
 from worker_service.runtime.kv_cache import CacheShape, KvCache
 from worker_service.runtime.native import NativeExecutor
 from worker_service.runtime.runner import ModelRunner
-from worker_service.runtime.step import Logprobs, NewSequence, Sampling, StepInput, StepOutput
+from worker_service.runtime.step import Logprobs, NewSequence, PromptLogprobs, Sampling, StepInput, StepOutput
 
 CPU = torch.device("cpu")
 
@@ -87,6 +87,7 @@ class Driven:
     computed: int = 0
     known: bool = False
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt: list[PromptLogprobs] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:
@@ -142,6 +143,7 @@ class Driver:
                         driven.prompt_token_count,
                         driven.sampling,
                         list(driven.blocks),
+                        prompt_logprob_start=1 + sum(len(part.token_ids) for part in driven.prompt),
                     )
                 )
                 added, driven.known = [], True
@@ -161,6 +163,8 @@ class Driver:
             driven.token_ids.append(token_id)
             if sequence_id in output.logprobs:
                 driven.logprobs.append(output.logprobs[sequence_id])
+        for sequence_id, part in output.prompt_logprobs:
+            self.sequences[sequence_id].prompt.append(part)
 
     def step(self, chunks: dict[int, int]) -> StepOutput:
         """Plans, runs and applies one step."""

@@ -3,7 +3,7 @@
 import time
 
 from stepwire.v1 import common_pb2, worker_pb2
-from worker_service.runtime.step import Logprobs, NewSequence, Sampling, StepInput, StepOutput
+from worker_service.runtime.step import Logprobs, NewSequence, PromptLogprobs, Sampling, StepInput, StepOutput
 
 
 def step_input(step: worker_pb2.Step) -> StepInput:
@@ -42,6 +42,10 @@ def step_result(output: StepOutput, *, epoch: int, queue_ns: int) -> worker_pb2.
         result.logprobs.append(
             worker_pb2.SequenceLogprobs(sequence_id=sequence_id, logprobs=_position_logprobs(logprobs))
         )
+    for sequence_id, part in output.prompt_logprobs:
+        result.prompt_logprobs.append(
+            worker_pb2.SequencePromptLogprobs(sequence_id=sequence_id, logprobs=_prompt_logprobs(part))
+        )
     for sequence_id, message in output.errors.items():
         result.errors.append(worker_pb2.SequenceError(sequence_id=sequence_id, message=message))
     return result
@@ -56,6 +60,7 @@ def _new_sequence(new: worker_pb2.NewSequence) -> NewSequence:
         sampling=_sampling(new.sampling),
         block_ids=list(new.block_ids),
         traceparent=new.traceparent,
+        prompt_logprob_start=new.prompt_logprob_start,
     )
 
 
@@ -78,6 +83,7 @@ def _sampling(sampling: worker_pb2.SequenceSampling) -> Sampling:
         biases=tuple(sampling.biases),
         allowed_token_ids=tuple(sampling.allowed_token_ids),
         banned_token_ids=tuple(sampling.banned_token_ids),
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
     )
 
 
@@ -85,4 +91,14 @@ def _position_logprobs(logprobs: Logprobs) -> common_pb2.PositionLogprobs:
     return common_pb2.PositionLogprobs(
         sampled=common_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
         top=[common_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top],
+    )
+
+
+def _prompt_logprobs(part: PromptLogprobs) -> common_pb2.PromptLogprobs:
+    return common_pb2.PromptLogprobs(
+        position=part.position,
+        token_ids=part.token_ids,
+        logprobs=part.logprobs,
+        top_token_ids=part.top_token_ids,
+        top_logprobs=part.top_logprobs,
     )

@@ -155,6 +155,11 @@ def _sampling_problem(sampling: Sampling, vocab_size: int) -> str | None:
         ("min_tokens", sampling.min_tokens, sampling.min_tokens >= 0),
         ("sequence_index", sampling.sequence_index, sampling.sequence_index >= 0),
         ("logprobs", sampling.logprobs, sampling.logprobs is None or 0 <= sampling.logprobs <= MAX_LOGPROBS),
+        (
+            "prompt_logprobs",
+            sampling.prompt_logprobs,
+            sampling.prompt_logprobs is None or 0 <= sampling.prompt_logprobs <= min(MAX_LOGPROBS, vocab_size),
+        ),
         ("stop_token_ids", len(sampling.stop_token_ids), len(sampling.stop_token_ids) <= MAX_STOP_TOKENS),
     )
     for name, value, holds in checks:

@@ -18,7 +18,8 @@ class StepBatch:
 
     By token: `token_ids`, `positions`, `slots` [num_tokens]. By sequence: `rows` of the table, `counts`
     of new tokens, `computed` before, block `tables`. Of the sequences to sample: `sampled_tokens`, the
-    batch row of each one's last token, and `sampled`, its place among the sequences.
+    batch row of each one's last token, and `sampled`, its place among the sequences. `hidden_tokens`
+    are the batch rows whose hidden states are wanted, ascending: those, unless prompts are scored too.
     """
 
     token_ids: IntArray
@@ -31,6 +32,7 @@ class StepBatch:
     tables: IntArray
     sampled: IntArray
     sampled_tokens: IntArray
+    hidden_tokens: IntArray
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -53,6 +55,7 @@ def build_batch(step: StepInput, checked: CheckedStep, table: SequenceTable, *, 
     blocks = table.tables[token_rows, positions // table.block_size]
     slots = blocks * table.block_size + positions % table.block_size
     sampled = np.flatnonzero(computed + counts == table.num_tokens[rows])
+    sampled_tokens = (starts + counts - 1)[sampled]
     longest = int((computed + counts).max(initial=0))
     return StepBatch(
         token_ids=table.token_ids[token_rows, positions].astype(np.int64),
@@ -64,5 +67,6 @@ def build_batch(step: StepInput, checked: CheckedStep, table: SequenceTable, *, 
         computed=computed,
         tables=table.tables[rows, : -(-longest // table.block_size)],
         sampled=sampled,
-        sampled_tokens=(starts + counts - 1)[sampled],
+        sampled_tokens=sampled_tokens,
+        hidden_tokens=sampled_tokens,
     )

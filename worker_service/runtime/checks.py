@@ -131,6 +131,8 @@ def _check_new(new: NewSequence, table: SequenceTable, scheduled: int, computed:
         # Also what makes a plain `+= 1` count its holders.
         raise StateMismatch(f"{name} holds a block twice")
     _check_blocks(block_ids, table, name)
+    if new.sampling.prompt_logprobs is not None and not max(1, computed + 1) <= new.prompt_logprob_start <= count:
+        return f"prompt_logprob_start {new.prompt_logprob_start} lies outside {computed + 1} to {count}"
     return _token_error(new.token_ids, table.vocab_size) or sampling_error(new.sampling, table.vocab_size)
 
 
@@ -193,6 +195,7 @@ def sampling_error(sampling: Sampling, vocab_size: int) -> str | None:
         ("sequence_index", sampling.sequence_index, 0, 2**31),
         ("seed", sampling.seed, 0, 2**64 - 1),
         ("logprobs", sampling.logprobs or 0, 0, min(_MAX_LOGPROBS, vocab_size)),
+        ("prompt_logprobs", sampling.prompt_logprobs or 0, 0, min(_MAX_LOGPROBS, vocab_size)),
     )
     for name, value, low, high in ranges:
         if not low <= value <= high:

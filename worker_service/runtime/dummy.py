@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from worker_service.runtime.prompt_logprobs import MAX_ROWS
 from worker_service.runtime.step import NewSequence, Sampling, StepInput
 
 
@@ -23,13 +24,19 @@ def num_blocks_of(lengths: Sequence[int], block_size: int, num_decodes: int = 0)
 
 
 def prefill_step(lengths: Sequence[int], block_size: int, sampling: Sampling, num_decodes: int = 0) -> StepInput:
-    """A first step: one new sequence of each length, with room to decode `num_decodes` tokens."""
+    """A first step: one new sequence of each length, with room to decode `num_decodes` tokens.
+
+    Where `sampling` asks for prompt log-probabilities, each tells of its last MAX_ROWS positions at most.
+    """
     new, next_block = [], 0
     for sequence_id, length in enumerate(lengths, 1):
         num_blocks = num_blocks_of([length], block_size, num_decodes)
         blocks = range(next_block, next_block + num_blocks)
         next_block += num_blocks
-        new.append(NewSequence(sequence_id, "dummy", [0] * length, length, sampling, blocks))
+        start = max(1, length - MAX_ROWS)
+        new.append(
+            NewSequence(sequence_id, "dummy", [0] * length, length, sampling, blocks, prompt_logprob_start=start)
+        )
     ids, zeros = [sequence.sequence_id for sequence in new], [0] * len(new)
     return StepInput(1, new, ids, list(lengths), zeros, zeros, [], [], [])
 

@@ -44,7 +44,7 @@ class Executor(Protocol):
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Runs all layers over the batch's tokens, storing their keys and values.
 
-        Answers the hidden states of the rows `batch.sampled_tokens`, [sampled, hidden_size].
+        Answers the hidden states of the rows `batch.hidden_tokens`, [hidden_tokens, hidden_size].
         """
         ...
 
@@ -81,8 +81,8 @@ class TorchExecutor:
         plan = self._planner.plan(batch.slots, batch.counts, batch.computed, batch.tables)
         attention = PagedAttention(self._cache, self._planner, plan)
         hidden = self._model.forward(self._tensor(batch.token_ids), self._tensor(batch.positions), attention)
-        if len(batch.sampled) < len(hidden):
-            hidden = hidden.index_select(0, self._tensor(batch.sampled_tokens))
+        if len(batch.hidden_tokens) < len(hidden):
+            hidden = hidden.index_select(0, self._tensor(batch.hidden_tokens))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return hidden

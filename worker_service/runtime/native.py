@@ -97,8 +97,8 @@ class NativeExecutor:
         )
         hidden = self._decoder.embed(torch.from_numpy(batch.token_ids))
         self._decoder.run(hidden, tables)
-        if len(batch.sampled) < len(hidden):
-            hidden = hidden.index_select(0, torch.from_numpy(batch.sampled_tokens))
+        if len(batch.hidden_tokens) < len(hidden):
+            hidden = hidden.index_select(0, torch.from_numpy(batch.hidden_tokens))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Runs steps: state, batch, model, sampler."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,11 +11,14 @@ from numpy.typing import NDArray
 from worker_service.runtime.batch import StepBatch, build_batch
 from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.executor import Executor
+from worker_service.runtime.prompt_logprobs import ScoredPart, score_prompts, scored_parts
 from worker_service.runtime.sampler import Sampled, Sampler
 from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.step import StepInput, StepOutput, nobody_waits
 
 IntArray = NDArray[np.int64]
+
+NOT_FINITE = "the model produced logits that are not finite"
 
 
 class ModelRunner:
@@ -97,7 +101,10 @@ class ModelRunner:
 
     def _compute(self, batch: StepBatch, output: StepOutput) -> None:
         begin, table = time.perf_counter_ns(), self._table
-        hidden = self._executor.forward(batch)
+        if table.scored and (prompts := scored_parts(batch, table)):
+            batch, hidden = self._score_prompts(batch, prompts, output)
+        else:
+            hidden = self._executor.forward(batch)
         rows = batch.rows[batch.sampled]
         num_outputs = table.num_tokens[rows] - table.prompt_token_count[rows]
         if not len(rows):
@@ -113,13 +120,36 @@ class ModelRunner:
             self._record(batch, self._sampler.sample(logits, rows, num_outputs, table.sampling), output)
         output.sample_ns = time.perf_counter_ns() - begin - output.forward_ns
 
+    def _score_prompts(
+        self, batch: StepBatch, prompts: Sequence[ScoredPart], output: StepOutput
+    ) -> tuple[StepBatch, torch.Tensor]:
+        """Runs all layers and reports the prompts' log-probabilities; answers what is left to sample, and its states.
+
+        A sequence whose prompt has no finite logits fails.
+        """
+        table = self._table
+        wanted = np.concatenate([part.tokens for part in prompts])
+        # The sampled rows are never among them: what comes after those is no prompt.
+        hidden_tokens = np.sort(np.concatenate([wanted, batch.sampled_tokens]))
+        hidden = self._executor.forward(replace(batch, hidden_tokens=hidden_tokens))
+        places = np.searchsorted(hidden_tokens, wanted)
+        for part, scores in score_prompts(self._executor, hidden, places, prompts):
+            sequence_id = int(batch.sequence_ids[part.place])
+            if scores is None:
+                table.skipped[part.row] = True
+                output.errors[sequence_id] = NOT_FINITE
+            else:
+                output.prompt_logprobs += [(sequence_id, piece) for piece in scores]
+        good = ~table.skipped[batch.rows[batch.sampled]]
+        batch = replace(batch, sampled=batch.sampled[good], sampled_tokens=batch.sampled_tokens[good])
+        kept = torch.from_numpy(np.searchsorted(hidden_tokens, batch.sampled_tokens))
+        return batch, hidden.index_select(0, kept.to(hidden.device))
+
     def _record(self, batch: StepBatch, sampled: Sampled, output: StepOutput) -> None:
         table = self._table
         rows, ids = batch.rows[batch.sampled], batch.sequence_ids[batch.sampled]
         table.skipped[rows[sampled.failed]] = True
-        output.errors.update(
-            dict.fromkeys(ids[sampled.failed].tolist(), "the model produced logits that are not finite")
-        )
+        output.errors.update(dict.fromkeys(ids[sampled.failed].tolist(), NOT_FINITE))
         good = ~sampled.failed
         rows, token_ids = rows[good], sampled.token_ids[good]
         table.append_tokens(rows, token_ids)

@@ -1,6 +1,7 @@
 """The sequences that a worker knows: one row of persistent arrays each."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,13 @@ class SamplingColumns:
         return result
 
 
+class PromptWish(NamedTuple):
+    """Log-probabilities from prompt position `start` on, and of so many most likely tokens at each."""
+
+    start: int
+    num_top: int
+
+
 class SequenceTable:
     """Token ids, block table, counts and sampling parameters of every known sequence, by row.
 
@@ -98,6 +106,8 @@ class SequenceTable:
         """Sequences that stopped or failed: neither computed nor answered until the scheduler ends them."""
         self.num_holders = np.zeros(num_blocks, np.int64)
         """How many block tables each block is in."""
+        self.scored: dict[int, PromptWish] = {}
+        """The rows whose prompts are scored, and not yet to the end."""
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -119,6 +129,8 @@ class SequenceTable:
         if not failed:
             self.token_ids[row, :count] = new.token_ids
             self.sampling.set(row, new.sampling, self.vocab_size)
+            if new.sampling.prompt_logprobs is not None and new.prompt_logprob_start < new.prompt_token_count:
+                self.scored[row] = PromptWish(new.prompt_logprob_start, new.sampling.prompt_logprobs)
         return row
 
     def append_blocks(self, row: int, block_ids: Sequence[int] | IntArray) -> None:
@@ -139,7 +151,19 @@ class SequenceTable:
         if row is not None:
             self.num_holders[self.held_blocks(row)] -= 1
             self._free.append(row)
+            self.scored.pop(row, None)
         return row
+
+    def take_scored(self, row: int, computed: int, count: int) -> tuple[int, int] | None:
+        """The prompt positions [first, last) to tell of when `count` tokens after `computed` are; None for none.
+
+        Forgets the row's wish, which it must have, when that is fulfilled.
+        """
+        wish, num_prompt = self.scored[row], int(self.prompt_token_count[row])
+        first, last = max(wish.start, computed + 1), min(computed + count + 1, num_prompt)
+        if last == num_prompt:
+            del self.scored[row]
+        return (first, last) if first < last else None
 
     def held_blocks(self, row: int) -> IntArray:
         """The block table of a row."""

@@ -27,7 +27,14 @@ from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SequenceTable
-from worker_service.runtime.step import Logprobs, StepInput, StepOutput, nobody_waits
+from worker_service.runtime.step import (
+    MAX_PROMPT_POSITIONS,
+    Logprobs,
+    PromptLogprobs,
+    StepInput,
+    StepOutput,
+    nobody_waits,
+)
 
 T = TypeVar("T")
 IntArray = NDArray[np.int64]
@@ -253,6 +260,8 @@ class SimRunner:
         output.errors.update(checked.sequence_errors)
         table = self._table
         rows = np.fromiter((table.row_of[i] for i in step.sequence_ids), np.int64, len(step.sequence_ids))
+        if table.scored:
+            self._score_prompts(step, rows, checked, output)
         table.num_computed[rows] += checked.scheduled
         live = ~table.skipped[rows]
         sampled = live & (table.num_computed[rows] == table.num_tokens[rows])
@@ -311,6 +320,20 @@ class SimRunner:
         for place in np.flatnonzero(sampling.num_logprobs[rows] >= 0).tolist():
             count = int(sampling.num_logprobs[rows[place]])
             output.logprobs[int(ids[place])] = self._logprobs(int(places[place]), count)
+
+    def _score_prompts(self, step: StepInput, rows: IntArray, checked: CheckedStep, output: StepOutput) -> None:
+        table, num = self._table, len(self._choices)
+        columns = (step.sequence_ids, rows.tolist(), checked.computed.tolist(), checked.scheduled.tolist())
+        for sequence_id, row, computed, count in zip(*columns, strict=True):
+            wish = table.scored.get(row)
+            if wish is None or (positions := table.take_scored(row, computed, count)) is None:
+                continue
+            for first in range(*positions, MAX_PROMPT_POSITIONS):
+                token_ids = table.token_ids[row, first : min(first + MAX_PROMPT_POSITIONS, positions[1])].tolist()
+                top = self._choices[: wish.num_top].tolist() * len(token_ids)
+                value = -math.log(num)
+                values = [value] * len(token_ids), top, [value] * len(top)
+                output.prompt_logprobs.append((sequence_id, PromptLogprobs(first, token_ids, *values)))
 
     def _logprobs(self, place: int, count: int) -> Logprobs:
         """Every token is as likely as any other, so the first of the most likely are taken from the sampled one on."""

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+# Of one message, so that its size is bounded whatever the size of a step.
+MAX_PROMPT_POSITIONS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -25,6 +28,7 @@ class Sampling:
     biases: tuple[float, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class NewSequence:
     sampling: Sampling
     block_ids: Sequence[int]
     traceparent: str = ""
+    prompt_logprob_start: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,17 @@ class Logprobs:
     top: Sequence[tuple[int, float]]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """A part of a prompt, in columns; see PromptLogprobs in common.proto."""
+
+    position: int
+    token_ids: list[int]
+    logprobs: list[float]
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
 @dataclass(slots=True)
 class StepOutput:
     """The result of one step. See worker.proto, StepResult."""
@@ -73,6 +89,7 @@ class StepOutput:
     token_ids: list[int] = field(default_factory=list)
     stopped_sequence_ids: list[int] = field(default_factory=list)
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
     start_unix_ns: int = 0
     prepare_ns: int = 0

@@ -39,7 +39,9 @@ T = TypeVar("T")
 
 _BLOCK_SIZE = 16
 # The costliest way to sample: everything on.
-_FULL_SAMPLING = Sampling(temperature=1.0, top_k=2000, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1)
+_FULL_SAMPLING = Sampling(
+    temperature=1.0, top_k=2000, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1, prompt_logprobs=1
+)
 _LOWER_STEP = "lower max_num_batched_tokens or max_num_seqs"
 
 

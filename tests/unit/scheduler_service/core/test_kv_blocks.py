@@ -33,11 +33,11 @@ def test_tokens_fill_blocks_the_last_perhaps_in_part(tokens: int, expected: int)
     assert manager().num_blocks_for(tokens) == expected
 
 
-@pytest.mark.parametrize(("length", "expected"), [(3, 0), (4, 1), (7, 1), (8, 2)])
+@pytest.mark.parametrize(("length", "expected"), [(3, 0), (4, 4), (7, 4), (8, 8)])
 def test_siblings_share_full_prompt_blocks(length: int, expected: int) -> None:
     request = Request("r", list(range(length)), 1, n=2)
-    assert manager().num_shared_blocks(request) == expected
-    assert manager(prefix_caching=False).num_shared_blocks(request) == 0
+    assert manager().num_leading_tokens(request) == expected
+    assert manager(prefix_caching=False).num_leading_tokens(request) == 0
 
 
 def test_a_started_sequence_is_promised_the_blocks_of_all_its_tokens() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_service.core.plan import TokenEvent
+from scheduler_service.core.plan import PromptLogprobs, TokenEvent
 from scheduler_service.core.prefix import KeyChain
 from scheduler_service.core.request import FinishReason, Request, Sequence
 from scheduler_service.engine.detokenize import Detokenizer
@@ -66,6 +66,21 @@ async def test_a_stream_is_overfull_until_enough_is_taken(monkeypatch: pytest.Mo
     assert stream.is_overfull
     await stream.get()
     assert not stream.is_overfull
+
+
+async def test_outputs_wait_until_the_whole_prompt_was_told_of() -> None:
+    stream = OutputStream(3)
+    ahead, first, second = output(1, 0), PromptLogprobs(1, 2, "a"), PromptLogprobs(3, 1, "b")
+    stream.put_prompt_logprobs(first)
+    stream.put(ahead)
+    assert await stream.get() is first
+    stream.put(output(1, 1))
+    stream.put_prompt_logprobs(second)
+    stream.put(output(0, 0))
+    stream.end()
+    taken = [await stream.get() for _ in range(4)]
+    assert taken == [second, Output(1, 0, [0, 1], "0;1;", [0, 1]), output(0, 0), None]
+    assert not stream.is_overfull and stream._backlog == 0
 
 
 async def test_an_error_comes_after_what_is_there() -> None:

@@ -1,8 +1,11 @@
 """Plans to messages, answers to results."""
 
+from dataclasses import replace
+
 import pytest
 
 from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.plan import PromptLogprobs
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.values import Sampling
@@ -68,6 +71,7 @@ def test_a_sampling_of_another_kind_is_a_defect() -> None:
 
 def test_a_result_is_read_whole_and_logprobs_untouched() -> None:
     logprobs = common_pb2.PositionLogprobs(sampled=common_pb2.TokenLogprob(token_id=9, logprob=-1.0))
+    part = common_pb2.PromptLogprobs(position=2, token_ids=[4, 5, 6], logprobs=[-1.0, -2.0, -3.0])
     result = step_result(
         pb.StepResult(
             epoch=1,
@@ -77,9 +81,25 @@ def test_a_result_is_read_whole_and_logprobs_untouched() -> None:
             stopped_sequence_ids=[2],
             logprobs=[pb.SequenceLogprobs(sequence_id=1, logprobs=logprobs)],
             errors=[pb.SequenceError(sequence_id=3, message="bad")],
+            prompt_logprobs=[pb.SequencePromptLogprobs(sequence_id=1, logprobs=part)],
         )
     )
     assert (result.step_id, result.sequence_ids, result.token_ids) == (4, [1, 2], [9, 8])
     assert result.stopped_sequence_ids == {2}
     assert result.logprobs == {1: logprobs}
     assert result.errors == {3: "bad"}
+    assert result.prompt_logprobs == [(1, PromptLogprobs(2, 3, part))]
+
+
+def test_only_the_first_sequence_is_asked_for_what_of_the_prompt_is_left() -> None:
+    core = scheduler()
+    sampling = replace(SAMPLING, prompt_logprobs=0)
+    first, _ = core.add_request(Request("r1", [5, 6, 7], 10, n=2, sampling=sampling, scores_prompt=True))
+    first.scored = 2
+    asked = []
+    for _ in range(2):
+        plan = core.schedule()
+        assert plan is not None
+        (new,) = step_message(plan, 1).new_sequences
+        asked.append((new.sampling.HasField("prompt_logprobs"), new.prompt_logprob_start))
+    assert asked == [(True, 2), (False, 3)]

@@ -2,9 +2,10 @@
 
 from dataclasses import fields
 
+from stepwire.v1 import common_pb2
 from stepwire.v1 import worker_pb2 as pb
 from worker_service.rpc.convert import step_input, step_result
-from worker_service.runtime.step import Logprobs, NewSequence, Sampling, StepInput, StepOutput
+from worker_service.runtime.step import Logprobs, NewSequence, PromptLogprobs, Sampling, StepInput, StepOutput
 
 
 def test_a_step_arrives_whole() -> None:
@@ -26,6 +27,7 @@ def test_a_step_arrives_whole() -> None:
         biases=[1.5],
         allowed_token_ids=[3, 4],
         banned_token_ids=[4],
+        prompt_logprobs=0,
     )
     new = pb.NewSequence(
         sequence_id=2**40,
@@ -35,6 +37,7 @@ def test_a_step_arrives_whole() -> None:
         sampling=sampling,
         block_ids=[5],
         traceparent="t",
+        prompt_logprob_start=2,
     )
     step = pb.Step(
         epoch=1,
@@ -58,10 +61,11 @@ def test_a_step_arrives_whole() -> None:
                 2,
                 Sampling(
                     *(0.5, 3, 0.75, 0.25, 1.5, -0.5, 2.0, (7, 8), 4, 2**64 - 1, 2, 0),
-                    *(0.5, (3,), (1.5,), (3, 4), (4,)),
+                    *(0.5, (3,), (1.5,), (3, 4), (4,), 0),
                 ),
                 [5],
                 "t",
+                2,
             )
         ],
         sequence_ids=[2**40, 4],
@@ -78,7 +82,8 @@ def test_a_step_arrives_whole() -> None:
 
 def test_log_probabilities_not_asked_for_are_none() -> None:
     step = pb.Step(new_sequences=[pb.NewSequence(sampling=pb.SequenceSampling())])
-    assert step_input(step).new_sequences[0].sampling.logprobs is None
+    sampling = step_input(step).new_sequences[0].sampling
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (None, None)
 
 
 def test_a_result_arrives_whole() -> None:
@@ -88,6 +93,7 @@ def test_a_result_arrives_whole() -> None:
         token_ids=[10, 20],
         stopped_sequence_ids=[2],
         logprobs={1: Logprobs(10, -0.5, [(10, -0.5), (3, -2.0)])},
+        prompt_logprobs=[(1, PromptLogprobs(3, [5, 6], [-0.5, -1.0], [7, 8], [-0.25, -0.75]))],
         errors={5: "bad"},
         start_unix_ns=2**60,
         prepare_ns=1,
@@ -102,6 +108,15 @@ def test_a_result_arrives_whole() -> None:
     (logprobs,) = result.logprobs
     assert (logprobs.sequence_id, logprobs.logprobs.sampled.token_id) == (1, 10)
     assert [(top.token_id, top.logprob) for top in logprobs.logprobs.top] == [(10, -0.5), (3, -2.0)]
+    (part,) = result.prompt_logprobs
+    assert part.sequence_id == 1
+    assert part.logprobs == common_pb2.PromptLogprobs(
+        position=3,
+        token_ids=[5, 6],
+        logprobs=[-0.5, -1.0],
+        top_token_ids=[7, 8],
+        top_logprobs=[-0.25, -0.75],
+    )
     assert [(error.sequence_id, error.message) for error in result.errors] == [(5, "bad")]
     timings = result.timings
     assert timings.start_unix_ns == 2**60
