@@ -45,6 +45,18 @@ class Model(Structure):
     )
 
 
+class Factors(Structure):
+    """SwFactors."""
+
+    _fields_ = (("a", _Pointer), ("b", _Pointer), ("rank", c_int32), ("scaling", c_float))
+
+
+class Run(Structure):
+    """SwRun."""
+
+    _fields_ = (("factors", _Pointer), ("first", c_int32), ("count", c_int32))
+
+
 class Batch(Structure):
     """SwBatch."""
 
@@ -55,6 +67,8 @@ class Batch(Structure):
         ("computed", _Pointer),
         ("tables", _Pointer),
         ("table_stride", c_int64),
+        ("runs", _Pointer),
+        ("num_runs", c_int32),
     )
 
 

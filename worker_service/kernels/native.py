@@ -7,17 +7,20 @@ number of threads: sums are made in one order, whatever the tiling.
 import ctypes
 import functools
 import os
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from worker_service.kernels import abi
+from worker_service.kernels.adapters import MODULES, AdapterRun, AdapterWeights, c_runs
 from worker_service.kernels.build import library_path
-from worker_service.kernels.layout import KvLayout
+from worker_service.kernels.layout import LANES, KvLayout
 from worker_service.kernels.spec import DecoderSpec, LayerWeights, check_spec, check_tensor, norm_whole, packed_shape
 
 Half = Literal["attention", "mlp"]
@@ -84,12 +87,14 @@ class BatchTables:
     Tokens query_start[i] to query_start[i + 1] are sequence i's; `computed[i]` of its positions are in
     the cache, and block_tables[i] [max_blocks] says in which blocks its positions lie. A sequence
     that reads blocks which another one fills in the same call comes after that one. The caller
-    answers for the block ids.
+    answers for the block ids. `runs` say which tokens have an adapter, in rising order.
     """
 
     query_start: NDArray[np.int32]
     computed: NDArray[np.int32]
     block_tables: NDArray[np.int32]
+    runs: Sequence[AdapterRun] = ()
+    _c_runs: Any = field(default=None, init=False, compare=False, repr=False)
     c: abi.Batch = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -107,6 +112,10 @@ class BatchTables:
             raise ValueError("query_start must begin with 0 and rise, computed must not be negative")
         pointers = [array.ctypes.data for array in (self.query_start, self.computed, self.block_tables)]
         batch = abi.Batch(count, int(self.query_start[-1]), *pointers, self.block_tables.shape[1])
+        if self.runs:
+            check_runs(self.runs, self.num_tokens)
+            object.__setattr__(self, "_c_runs", c_runs(self.runs))
+            batch.runs, batch.num_runs = ctypes.addressof(self._c_runs), len(self.runs)
         object.__setattr__(self, "c", batch)
 
     @property
@@ -133,6 +142,7 @@ class Decoder:
         self._pool, self._spec, self._layout = pool, spec, layout
         # The C side holds addresses only: what they point to lives as long as this object.
         self._cache = cache
+        self._known_adapters: weakref.WeakSet[AdapterWeights] = weakref.WeakSet()
         self._max_positions = min((len(cos) for cos, _ in spec.rope), default=0)
         layers = (abi.Layer * len(spec.layers))(*(_layer(layer, spec) for layer in spec.layers))
         self._handle = pool.library.sw_decoder_create(pool.handle, _model(spec, layout, layers, cache))
@@ -190,6 +200,8 @@ class Decoder:
 
     def attention_half(self, layer: int, hidden: torch.Tensor, batch: BatchTables) -> torch.Tensor:
         """The attention branch of one layer, neither normalised after nor joined: this rank's partial sum."""
+        if batch.runs:
+            raise ValueError("halves of a layer are computed without adapters")
         self._check_batch(batch)
         self._check_hidden(hidden, batch.num_tokens)
         partial = torch.empty_like(hidden)
@@ -272,12 +284,50 @@ class Decoder:
         check_tensor("hidden", hidden, self._spec.dtype, (num_tokens, self._spec.hidden_size))
 
     def _check_batch(self, batch: BatchTables) -> None:
+        for run in batch.runs:
+            self._check_adapter(run.weights)
         longest, held = batch.longest, batch.block_tables.shape[1] * self._layout.block_size
         if longest > held or longest > self._max_positions:
             raise ValueError(
                 f"a sequence of {longest} positions exceeds its block table ({held}) or the rope tables "
                 f"({self._max_positions})"
             )
+
+    def _check_adapter(self, weights: AdapterWeights) -> None:
+        if weights in self._known_adapters:
+            return
+        spec = self._spec
+        if weights.num_layers != self._num_layers or not weights.dtypes <= {spec.dtype}:
+            raise ValueError(
+                f"the adapter is for {weights.num_layers} layers in {weights.dtypes}, not for this decoder's "
+                f"{self._num_layers} in {spec.dtype}"
+            )
+        heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        hidden, inner = spec.hidden_size, spec.inner_size
+        shapes = (
+            (heads, hidden),
+            *((kv_heads, hidden),) * 2,
+            (hidden, heads),
+            *((inner, hidden),) * 2,
+            (hidden, inner),
+        )
+        expected = {name: (-(-out // LANES), depth) for name, (out, depth) in zip(MODULES, shapes, strict=True)}
+        for number, layer in enumerate(weights.sizes()):
+            for name, size in layer.items():
+                if size != expected[name]:
+                    raise ValueError(f"the adapter's {name} of layer {number} is {size}, not {expected[name]}")
+        self._known_adapters.add(weights)
+
+
+def check_runs(runs: Sequence[AdapterRun], num_tokens: int) -> None:
+    """Raises ValueError unless the runs follow each other within the batch."""
+    end = 0
+    for run in runs:
+        if run.first < end or run.count < 1:
+            raise ValueError(f"runs must follow each other: one begins at {run.first}, before {end}, or is empty")
+        end = run.first + run.count
+    if end > num_tokens:
+        raise ValueError(f"a run ends at {end} of {num_tokens} tokens")
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

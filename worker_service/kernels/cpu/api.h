@@ -30,6 +30,20 @@ struct SwModel {
   void* cache;
 };
 
+// What an adapter adds to one module of a layer; `a` is null where it adds nothing.
+struct SwFactors {
+  const void* a;  // [ceil(rank / 16)][in / depth][16][depth]
+  const void* b;  // [ceil(out / 16)][rank / depth][16][depth]
+  int32_t rank;   // a multiple of depth
+  float scaling;
+};
+
+// Tokens [first, first + count) of a batch that have one adapter.
+struct SwRun {
+  const SwFactors* factors;  // [num_layers][7]: query, key, value, output, gate, up, down
+  int32_t first, count;
+};
+
 // The new tokens of all sequences, one after the other.
 struct SwBatch {
   int32_t num_sequences, num_tokens;
@@ -37,6 +51,8 @@ struct SwBatch {
   const int32_t* computed;     // [num_sequences] positions that are in the cache already
   const int32_t* tables;       // [num_sequences, table_stride] block ids
   int64_t table_stride;
+  const SwRun* runs;  // [num_runs], which do not overlap; other tokens have no adapter
+  int32_t num_runs;
 };
 
 // What to do with chosen rows: logits, or the largest one's index; null what is not wanted.

@@ -2,7 +2,10 @@
 // threads alike.
 #pragma once
 
+#include <optional>
+
 #include "kinds.h"
+#include "lora.h"
 #include "plan.h"
 
 namespace stepwire {
@@ -35,6 +38,7 @@ class TypedDecoder final : public Decoder {
     std::vector<Chunk> chunks;
     if (first < last) chunks = plan_chunks(batch, model_.block_size, heads_per_group_);
     T* rows = static_cast<T*>(hidden);
+    adapters_.take(batch, model_.num_layers);
     if (head) best_.assign((size_t)pool_.size() * (head->token_ids ? head->num_rows : 0), Best{});
     pool_.run([&](Pool& pool, int thread) {
       if (token_ids) embed(pool, token_ids, batch.num_tokens, rows);
@@ -42,7 +46,7 @@ class TypedDecoder final : public Decoder {
         for (const Chunk& chunk : chunks) {
           T* part = rows + (ptrdiff_t)chunk.first * model_.hidden_size;
           attention(pool, thread, batch, chunk, layer, part, nullptr);
-          mlp(pool, thread, layer, chunk.count, part, nullptr);
+          mlp(pool, thread, layer, chunk, part, nullptr);
         }
       if (head) classify(pool, thread, rows, *head);
     });
@@ -64,7 +68,8 @@ class TypedDecoder final : public Decoder {
       for (int first = 0; first < num_tokens; first += kChunk) {
         const ptrdiff_t offset = (ptrdiff_t)first * model_.hidden_size;
         T* rows = const_cast<T*>(static_cast<const T*>(hidden)) + offset;
-        mlp(pool, thread, layer, std::min(kChunk, num_tokens - first), rows, static_cast<T*>(partial) + offset);
+        const Chunk chunk{first, std::min(kChunk, num_tokens - first), {}, {}, {}};
+        mlp(pool, thread, layer, chunk, rows, static_cast<T*>(partial) + offset);
       }
     });
   }
@@ -78,6 +83,8 @@ class TypedDecoder final : public Decoder {
   }
 
  private:
+  using Delta = std::optional<ProductDelta<T>>;
+
   // Rows of working memory.
   struct Buffer {
     Buffer(int rows, int columns) : stride(padded(columns)), data(new (std::align_val_t(64)) T[rows * stride]()) {}
@@ -114,9 +121,13 @@ class TypedDecoder final : public Decoder {
     const SwLayer& layer = layers_[number];
     const Rows<const T> normed = normalise(pool, thread, chunk.count, hidden, layer.input_norm);
     const Rows<T> qkv = qkv_.rows();
+    const int queries = num_attended_ / kLanes, keys = (num_qkv_ - num_attended_) / 2 / kLanes;
+    const Delta delta =
+        shrink(pool, chunk, number, kQuery, {queries, queries + keys, queries + 2 * keys}, normed, model_.hidden_size);
     gemm(pool, normed, chunk.count, static_cast<const T*>(layer.qkv), model_.hidden_size, panels(num_qkv_),
          [&](int row, int panel, Floats low, Floats high) {
            add_panel(layer.qkv_bias, panel, num_qkv_, low, high);
+           if (delta) delta->add_panel(row, panel, low, high);
            store_panel(qkv[row], panel, num_qkv_, low, high);
          });
     const CacheShape shape{model_.num_layers, model_.num_kv_heads, model_.head_dim, model_.block_size};
@@ -150,25 +161,42 @@ class TypedDecoder final : public Decoder {
       }
     };
     pool.split(tasks, attend_some, std::max(1, tasks / (8 * pool.size())));
-    project(pool, attended_.read(), chunk.count, layer.output, layer.output_bias, num_attended_,
+    const Delta added =
+        shrink(pool, chunk, number, kOutput, {model_.hidden_size / kLanes, 0, 0}, attended_.read(), num_attended_);
+    project(pool, attended_.read(), chunk.count, layer.output, layer.output_bias, num_attended_, added,
             layer.post_attention_norm, hidden, partial);
   }
 
   // The other branch; as above.
-  void mlp(Pool& pool, int thread, int number, int count, T* hidden, T* partial) {
+  void mlp(Pool& pool, int thread, int number, const Chunk& chunk, T* hidden, T* partial) {
     const SwLayer& layer = layers_[number];
-    const int inner_size = model_.inner_size;
+    const int inner_size = model_.inner_size, count = chunk.count;
     const Rows<const T> normed = normalise(pool, thread, count, hidden, layer.mlp_norm);
     const Rows<T> inner = inner_.rows();
+    const int vectors = inner_size / kLanes;
+    const Delta delta = shrink(pool, chunk, number, kGate, {vectors, 2 * vectors, 0}, normed, model_.hidden_size);
     gemm(pool, normed, count, static_cast<const T*>(layer.gate_up), model_.hidden_size, inner_size / kLanes,
          [&](int row, int panel, Floats gate, Floats up) {
            if (layer.gate_up_bias) {
              gate += load(layer.gate_up_bias + panel * kLanes);
              up += load(layer.gate_up_bias + inner_size + panel * kLanes);
            }
+           if (delta) {
+             delta->add(row, panel, gate);
+             delta->add(row, vectors + panel, up);
+           }
            store(inner[row] + panel * kLanes, (model_.is_gelu ? gelu(gate) : silu(gate)) * up);
          });
-    project(pool, inner_.read(), count, layer.down, layer.down_bias, inner_size, layer.post_mlp_norm, hidden, partial);
+    const Delta added = shrink(pool, chunk, number, kDown, {model_.hidden_size / kLanes, 0, 0}, inner_.read(), inner_size);
+    project(pool, inner_.read(), count, layer.down, layer.down_bias, inner_size, added, layer.post_mlp_norm, hidden,
+            partial);
+  }
+
+  // What the adapters of a chunk's rows change of a product; nothing, at no cost, where none has one.
+  Delta shrink(Pool& pool, const Chunk& chunk, int layer, Module first, const ProductEnds& ends, Rows<const T> x,
+               int depth) {
+    if (chunk.pieces.empty()) return std::nullopt;
+    return adapters_.shrink(pool, chunk, layer, first, ends, x, depth);
   }
 
   // Rows ready for a product: each thread makes a few for itself, which takes less time than to wait for
@@ -186,7 +214,7 @@ class TypedDecoder final : public Decoder {
 
   // The product that ends a branch.
   void project(Pool& pool, Rows<const T> x, int count, const void* weight, const float* bias, int depth,
-               const float* post_norm, T* hidden, T* partial) {
+               const Delta& delta, const float* post_norm, T* hidden, T* partial) {
     const int size = model_.hidden_size;
     // Without a norm of its own the branch is added before it is rounded.
     const bool adds = !partial && !post_norm;
@@ -194,6 +222,7 @@ class TypedDecoder final : public Decoder {
     gemm(pool, x, count, static_cast<const T*>(weight), depth, panels(size),
          [&](int row, int panel, Floats low, Floats high) {
            add_panel(bias, panel, size, low, high);
+           if (delta) delta->add_panel(row, panel, low, high);
            add_panel(adds ? to[row] : nullptr, panel, size, low, high);
            store_panel(to[row], panel, size, low, high);
          });
@@ -311,6 +340,7 @@ class TypedDecoder final : public Decoder {
   const Buffer normed_, qkv_, attended_, inner_, branch_;
   std::vector<AttentionScratch<T>> scratch_;
   std::vector<Best> best_;
+  Adapters<T> adapters_;
 };
 
 }  // namespace stepwire

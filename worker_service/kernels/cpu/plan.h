@@ -13,12 +13,31 @@ namespace stepwire {
 // cache, many enough that reading the weights again costs nothing.
 constexpr int kChunk = 256;
 
+// Rows of a chunk that are multiplied with one adapter's first factors by one thread.
+constexpr int kPieceRows = 24;
+struct Piece {
+  const SwFactors* factors;
+  int first, count;
+};
+
 // One chunk's share of the packed batch. Spans count tokens from the chunk's first.
 struct Chunk {
   int first, count;
   std::vector<Span> writes;   // none crosses a block, so that one thread writes a block
   std::vector<Span> queries;  // longest first, so that no thread begins a long one last
+  std::vector<Piece> pieces;  // of the runs with an adapter
 };
+
+inline std::vector<Piece> plan_pieces(const SwBatch& batch, int first, int count) {
+  std::vector<Piece> pieces;
+  for (int i = 0; i < batch.num_runs; ++i) {
+    const SwRun& run = batch.runs[i];
+    const int end = std::min(run.first + run.count, first + count);
+    for (int at = std::max(run.first, first); at < end; at += kPieceRows)
+      pieces.push_back({run.factors, at - first, std::min(kPieceRows, end - at)});
+  }
+  return pieces;
+}
 
 // A sequence that reads blocks which another one fills in the same call comes after that one.
 inline std::vector<Chunk> plan_chunks(const SwBatch& batch, int block_size, int heads_per_group) {
@@ -26,7 +45,8 @@ inline std::vector<Chunk> plan_chunks(const SwBatch& batch, int block_size, int 
   std::vector<Chunk> chunks;
   int sequence = 0;
   for (int first = 0; first < batch.num_tokens; first += kChunk) {
-    Chunk chunk{first, std::min(kChunk, batch.num_tokens - first), {}, {}};
+    Chunk chunk{first, std::min(kChunk, batch.num_tokens - first), {}, {}, {}};
+    chunk.pieces = plan_pieces(batch, first, chunk.count);
     const int end = first + chunk.count;
     for (int token = first; token < end;) {
       while (batch.query_start[sequence + 1] <= token) ++sequence;
