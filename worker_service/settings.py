@@ -58,6 +58,13 @@ class WorkerSettings(BaseModel):
     restart_store_bytes: int | None = Field(
         None, ge=1, le=2**50, description="Most bytes that restart_store may hold; by default what its tmpfs has."
     )
+    adapter_slots: int = Field(
+        0, ge=0, le=256, description="Most adapters in use at once; 0 takes none. Each has its place on the device."
+    )
+    max_adapter_rank: int = Field(64, ge=1, le=512, description="Highest rank of an adapter.")
+    adapter_host_bytes: int = Field(
+        2 * 2**30, ge=1, le=2**50, description="Most bytes of host memory for all adapters together."
+    )
     sim_compute_flops: float = Field(
         0.0, ge=0.0, le=1e24, description="Arithmetic of a simulated device, in FLOP/s; 0 is without limit."
     )

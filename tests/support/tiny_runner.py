@@ -88,6 +88,7 @@ class Driven:
     known: bool = False
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt: list[PromptLogprobs] = field(default_factory=list)
+    adapter: str = ""
 
     @property
     def output(self) -> list[int]:
@@ -107,8 +108,10 @@ class Driver:
         self.finished: list[int] = []
         self.preempted: list[int] = []
 
-    def add(self, sequence_id: int, prompt: Sequence[int], sampling: Sampling | None = None) -> Driven:
-        driven = Driven(sequence_id, list(prompt), len(prompt), sampling or Sampling())
+    def add(
+        self, sequence_id: int, prompt: Sequence[int], sampling: Sampling | None = None, adapter: str = ""
+    ) -> Driven:
+        driven = Driven(sequence_id, list(prompt), len(prompt), sampling or Sampling(), adapter=adapter)
         self.sequences[sequence_id] = driven
         return driven
 
@@ -144,6 +147,7 @@ class Driver:
                         driven.sampling,
                         list(driven.blocks),
                         prompt_logprob_start=1 + sum(len(part.token_ids) for part in driven.prompt),
+                        adapter=driven.adapter,
                     )
                 )
                 added, driven.known = [], True

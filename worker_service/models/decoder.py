@@ -22,8 +22,11 @@ from worker_service.models.layers import (
     Tensors,
     VocabParallelEmbedding,
 )
+from worker_service.models.lora import RowAdapters
 from worker_service.models.rope import RotaryEmbedding, apply_rope, rope_frequencies, rope_shape
 from worker_service.models.scores import Scores
+
+_Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention(Protocol):
@@ -103,7 +106,9 @@ class Decoder:
         # As the models were trained: rounded to the type that it is multiplied in.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, adapters: RowAdapters | None = None
+    ) -> torch.Tensor:
         """One pass over this stage's layers.
 
         `x` is token ids [num_tokens] on the first stage, the stage before's hidden states
@@ -119,7 +124,7 @@ class Decoder:
         rotation = self._rope.select(positions)
         local = rotation if self._local_rope is None else self._local_rope.select(positions)
         for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, local if self._rotates_locally[number] else rotation, number, attention)
+            hidden = layer(hidden, local if self._rotates_locally[number] else rotation, number, attention, adapters)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -178,19 +183,24 @@ class _Layer:
                 part.place(tensors)
 
     def __call__(
-        self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], number: int, attention: Attention
+        self,
+        hidden: torch.Tensor,
+        rotation: _Rotation,
+        number: int,
+        attention: Attention,
+        adapters: RowAdapters | None,
     ) -> torch.Tensor:
         before_attention, after_attention, before_mlp, after_mlp = self._norms
         x = hidden if before_attention is None else before_attention(hidden)
-        x = self._attend(x, rotation, number, attention)
+        x = self._attend(x, rotation, number, attention, adapters)
         hidden = hidden + (x if after_attention is None else after_attention(x))
-        x = self._mlp(hidden if before_mlp is None else before_mlp(hidden))
+        x = self._mlp(hidden if before_mlp is None else before_mlp(hidden), adapters)
         return hidden + (x if after_mlp is None else after_mlp(x))
 
     def _attend(
-        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], number: int, attention: Attention
+        self, x: torch.Tensor, rotation: _Rotation, number: int, attention: Attention, adapters: RowAdapters | None
     ) -> torch.Tensor:
-        qkv = self._qkv(x).view(x.shape[0], -1, self._head_dim)
+        qkv = self._qkv(x, adapters).view(x.shape[0], -1, self._head_dim)
         # Queries and keys lie side by side, so one rotation serves both.
         query_key = qkv[:, : self._num_heads + self.num_kv_heads]
         if self._head_norms is not None:
@@ -198,7 +208,7 @@ class _Layer:
         rotated = apply_rope(query_key, *rotation)
         query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
         value = qkv[:, self._num_heads + self.num_kv_heads :]
-        return self._output(attention(number, query, key, value))
+        return self._output(attention(number, query, key, value), adapters)
 
 
 def _mlp(

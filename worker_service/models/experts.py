@@ -9,6 +9,7 @@ from loader.config import ExpertsConfig
 from loader.layout import Linear, Parameter
 from worker_service.models.collectives import Collectives
 from worker_service.models.layers import ColumnParallelLinear, RowParallelLinear, Tensors
+from worker_service.models.lora import RowAdapters
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -37,10 +38,10 @@ class GatedMlp:
         self._gate_up.place(tensors)
         self._down.place(tensors)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[rows, hidden_size] -> [rows, hidden_size], whole on every rank."""
-        gate_up = self._gate_up(x)
-        return self._down(self._activation(gate_up[:, : self._inner]).mul_(gate_up[:, self._inner :]))
+        gate_up = self._gate_up(x, adapters)
+        return self._down(self._activation(gate_up[:, : self._inner]).mul_(gate_up[:, self._inner :]), adapters)
 
 
 class MixtureOfExperts:
@@ -73,10 +74,10 @@ class MixtureOfExperts:
         for expert in self._experts.values():
             expert.place(tensors)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, hidden_size], whole on every rank."""
         num_chosen = self._config.num_chosen
-        weights, chosen = self._router(x).softmax(-1, dtype=torch.float32).topk(num_chosen, -1)
+        weights, chosen = self._router(x, adapters).softmax(-1, dtype=torch.float32).topk(num_chosen, -1)
         if self._config.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.view(-1).argsort(stable=True)
@@ -87,7 +88,9 @@ class MixtureOfExperts:
         for number, count in enumerate(counts):
             if count and number in self._experts:
                 rows = slice(start, start + count)
-                made = self._experts[number](x[tokens[rows]])
+                chosen_tokens = tokens[rows]
+                own = None if adapters is None else adapters.select(chosen_tokens)
+                made = self._experts[number](x[chosen_tokens], own)
                 total.index_add_(0, tokens[rows], made * weights[rows, None])
             start += count
         summed = total if self._group is None else self._group.all_reduce(total)

@@ -14,6 +14,7 @@ from loader.quantised.packed import take_packed
 from worker_service.kernels.linear import LinearKernel, make_linear
 from worker_service.kernels.quantised import make_joined_linear, make_quantised_linear
 from worker_service.models.collectives import Collectives
+from worker_service.models.lora import RowAdapters
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,9 +30,12 @@ class ColumnParallelLinear:
         """Takes its tensors out of `tensors`."""
         self._linear = _take_product(self._parts, tensors)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[rows, in_features] -> [rows, this rank's rows of all parts]."""
-        return self._linear(x)
+        y = self._linear(x)
+        if adapters is not None:
+            adapters.add(self._parts, x, y)
+        return y
 
 
 class RowParallelLinear:
@@ -46,9 +50,11 @@ class RowParallelLinear:
         """Takes its tensors out of `tensors`."""
         self._linear = _take_product([self._part], tensors)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[rows, this rank's columns] -> [rows, out_features], whole on every rank."""
         partial = self._linear(x)
+        if adapters is not None:
+            adapters.add([self._part], x, partial)
         return partial if self._group is None else self._group.all_reduce(partial)
 
 

@@ -9,6 +9,7 @@ from loader.config import ModelConfig
 from loader.shares import RankPlace
 from worker_service.models.decoder import Attention
 from worker_service.models.layers import Tensors
+from worker_service.models.lora import RowAdapters
 from worker_service.models.scores import Scores
 
 
@@ -37,7 +38,9 @@ class Model(Protocol):
         """Makes ready for contexts of up to `served_length` tokens."""
         ...
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, adapters: RowAdapters | None = None
+    ) -> torch.Tensor:
         """Token ids, or hidden states of the stage before -> [num_tokens, hidden_size]."""
         ...
 

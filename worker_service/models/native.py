@@ -5,9 +5,11 @@ from typing import Literal
 
 import torch
 
+from loader.adapters.load import LoraFactors
 from loader.config import ModelConfig, RopeConfig
 from loader.layout import NORM_NAMES
 from loader.shares import RankPlace
+from worker_service.kernels.adapters import AdapterWeights, PackedFactors, pack_factors
 from worker_service.kernels.layout import DTYPES, LANES, pack_gate_up, pack_linear
 from worker_service.kernels.spec import MAX_HEAD_DIM, DecoderSpec, LayerWeights, RopeTable
 from worker_service.models.rope import rope_frequencies, rope_shape
@@ -47,6 +49,15 @@ def pack_weights(config: ModelConfig, tensors: Tensors) -> Tensors:
     packed["head"] = pack_linear(embedding if config.tie_word_embeddings else tensors.pop("lm_head.weight"))
     packed["final_norm"] = _norm_weight(config, tensors.pop("model.norm.weight"))
     return packed
+
+
+def pack_adapter(config: ModelConfig, factors: Mapping[str, LoraFactors]) -> AdapterWeights:
+    """An adapter's factors, in the model's type, by the modules of `loader.layout`, packed for the kernels."""
+    layers: list[dict[str, PackedFactors]] = [{} for _ in range(config.num_layers)]
+    for name, each in factors.items():
+        _, _, number, _, module = name.split(".")
+        layers[int(number)][module.removesuffix("_proj")] = pack_factors(each.a, each.b, each.scaling)
+    return AdapterWeights(layers)
 
 
 def decoder_spec(config: ModelConfig, packed: Mapping[str, torch.Tensor], served_length: int) -> DecoderSpec:

@@ -20,6 +20,7 @@ from loader.shares import RankPlace
 from worker_service.models.attention_hook import PROBING, SERVING, ForwardPass, register_attention, run
 from worker_service.models.decoder import Attention
 from worker_service.models.layers import Tensors
+from worker_service.models.lora import RowAdapters
 from worker_service.models.scores import Scores
 from worker_service.models.transformers_probe import (
     FIRST,
@@ -80,8 +81,11 @@ class TransformersModel:
     def prepare(self, served_length: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """Nothing to do: definitions make what depends on positions themselves."""
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, adapters: RowAdapters | None = None
+    ) -> torch.Tensor:
         """Token ids [num_tokens] -> hidden states [num_tokens, hidden_size], normalised."""
+        assert adapters is None, "a definition of transformers takes none"
         return self._forward(x, positions, ForwardPass(attention))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,28 @@
 """From a step and the sequences held to the arrays that the model runs on."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from worker_service.runtime.adapters import ResidentAdapter
 from worker_service.runtime.checks import CheckedStep
 from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.step import StepInput
 
 IntArray = NDArray[np.int64]
+_NO_ADAPTERS: Mapping[int, ResidentAdapter] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Tokens [first, first + count) of a batch have this adapter."""
+
+    adapter: ResidentAdapter
+    first: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +33,7 @@ class StepBatch:
     of new tokens, `computed` before, block `tables`. Of the sequences to sample: `sampled_tokens`, the
     batch row of each one's last token, and `sampled`, its place among the sequences. `hidden_tokens`
     are the batch rows whose hidden states are wanted, ascending: those, unless prompts are scored too.
+    `adapters` are in rising order; tokens in none of them have no adapter.
     """
 
     token_ids: IntArray
@@ -33,21 +47,33 @@ class StepBatch:
     sampled: IntArray
     sampled_tokens: IntArray
     hidden_tokens: IntArray
+    adapters: Sequence[AdapterRows] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
-def build_batch(step: StepInput, checked: CheckedStep, table: SequenceTable, *, decodes_first: bool) -> StepBatch:
+def build_batch(
+    step: StepInput,
+    checked: CheckedStep,
+    table: SequenceTable,
+    adapters: Mapping[int, ResidentAdapter] = _NO_ADAPTERS,
+    *,
+    decodes_first: bool,
+) -> StepBatch:
     """The batch of a checked step; `table` must hold its sequences and blocks already. Changes nothing.
 
-    With `decodes_first` sequences of one new token come first, the longest at the head, then prefill chunks.
+    With `decodes_first` sequences of one new token come first, the longest at the head, then prefill chunks. Otherwise
+    those of one adapter come together.
     """
     all_ids = np.asarray(step.sequence_ids, np.int64).reshape(-1)
     all_rows = np.fromiter((table.row_of[i] for i in step.sequence_ids), np.int64, len(all_ids))
     # The longest first, so that neighbours are of like length.
     order = np.lexsort((-checked.computed, checked.scheduled != 1)) if decodes_first else np.arange(len(all_rows))
     order = order[~table.skipped[all_rows[order]]]
+    if adapters and not decodes_first:
+        # Sequences that share blocks have the same adapter, so whoever reads stays behind whoever fills.
+        order = order[np.argsort(_slots(all_rows[order], adapters), kind="stable")]
     rows, counts, computed = all_rows[order], checked.scheduled[order], checked.computed[order]
     starts = np.cumsum(counts) - counts
     token_rows = np.repeat(rows, counts)
@@ -69,4 +95,25 @@ def build_batch(step: StepInput, checked: CheckedStep, table: SequenceTable, *, 
         sampled=sampled,
         sampled_tokens=sampled_tokens,
         hidden_tokens=sampled_tokens,
+        adapters=_adapter_rows(rows, counts, adapters) if adapters else (),
     )
+
+
+def _slots(rows: IntArray, adapters: Mapping[int, ResidentAdapter]) -> IntArray:
+    """The slot of each row's adapter; 0 for none."""
+    found = [adapters.get(row) for row in rows.tolist()]
+    return np.array([0 if adapter is None else adapter.slot for adapter in found], np.int64)
+
+
+def _adapter_rows(rows: IntArray, counts: IntArray, adapters: Mapping[int, ResidentAdapter]) -> list[AdapterRows]:
+    found: list[AdapterRows] = []
+    first = 0
+    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+        adapter = adapters.get(row)
+        last = found[-1] if found else None
+        if adapter is not None and last is not None and last.adapter is adapter and last.first + last.count == first:
+            found[-1] = AdapterRows(adapter, last.first, last.count + count)
+        elif adapter is not None:
+            found.append(AdapterRows(adapter, first, count))
+        first += count
+    return found

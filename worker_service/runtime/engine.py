@@ -1,13 +1,16 @@
 """A model with its weights, by the means that suit model, type and device best."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
+from loader.adapters.load import LoraFactors
 from loader.config import ModelConfig
 from loader.shares import RankPlace
+from worker_service.models.lora import AdapterFactors, Factors
 from worker_service.models.registry import build_model
+from worker_service.runtime.adapters import PackedAdapter
 from worker_service.runtime.executor import Executor, TorchExecutor, context_bytes
 from worker_service.runtime.kv_cache import CacheShape, KvCache
 
@@ -40,6 +43,15 @@ class Engine(Protocol):
     def executor(self, num_blocks: int, block_size: int, max_model_len: int) -> Executor:
         """The model with a new KV cache. Raises RuntimeFailure "out_of_memory", or "invalid" for a size that
         cannot be."""
+        ...
+
+    def pack_adapter(self, factors: Mapping[str, LoraFactors]) -> PackedAdapter:
+        """An adapter's factors, in the model's type and in host memory, as the engine computes with them. Reads nothing
+        that changes: any thread may call it."""
+        ...
+
+    def attach_adapter(self, packed: PackedAdapter) -> object:
+        """Brings what was packed to the device; answers what the executors take as `ResidentAdapter.weights`."""
         ...
 
     def context_bytes(self, context: int) -> int:
@@ -83,6 +95,19 @@ class TorchEngine:
         cache = KvCache(self._shape, num_blocks, block_size, self._device)
         self._model.prepare(max_model_len, dtype=self._dtype, device=self._device)
         return TorchExecutor(self._model, cache, max_model_len=max_model_len, device=self._device)
+
+    def pack_adapter(self, factors: Mapping[str, LoraFactors]) -> PackedAdapter:
+        """See Engine."""
+        plain = {name: Factors(each.a, each.b, each.scaling) for name, each in factors.items()}
+        return PackedAdapter(plain, sum(each.a.nbytes + each.b.nbytes for each in plain.values()))
+
+    def attach_adapter(self, packed: PackedAdapter) -> object:
+        """See Engine."""
+        plain = cast(AdapterFactors, packed.weights)
+        return {
+            name: Factors(each.a.to(self._device), each.b.to(self._device), each.scaling)
+            for name, each in plain.items()
+        }
 
     def context_bytes(self, context: int) -> int:
         """See Engine."""

@@ -9,8 +9,9 @@ class RuntimeFailure(Exception):
     """The runtime cannot do what it was asked for.
 
     `code` is one of "device_unavailable", "out_of_memory", "unsupported" (a setting or model that
-    this version cannot serve), "invalid" (a number out of its range, or a call out of its phase),
-    "cancelled" (by the caller) and "device_failed" (the device can no longer be trusted).
+    this version cannot serve), "limit" (more than a setting allows), "invalid" (a number out of its range,
+    or a call out of its phase), "cancelled" (by the caller) and "device_failed" (the device can no longer
+    be trusted).
     `message` says what was needed, what there was and which setting to change; `metadata` repeats
     the variable parts for programs.
     """

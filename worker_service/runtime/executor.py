@@ -1,13 +1,15 @@
 """A model with its KV cache, as the runner uses them: a packed batch in, what to sample from out."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from worker_service.models.lora import AdapterFactors, RowAdapters
 from worker_service.models.model import Model
+from worker_service.runtime.adapters import ResidentAdapter
 from worker_service.runtime.attention import TILE, AttentionPlanner, PagedAttention, gather_bytes
 from worker_service.runtime.batch import StepBatch
 from worker_service.runtime.kv_cache import CacheShape, KvCache
@@ -80,7 +82,8 @@ class TorchExecutor:
         """See Executor."""
         plan = self._planner.plan(batch.slots, batch.counts, batch.computed, batch.tables)
         attention = PagedAttention(self._cache, self._planner, plan)
-        hidden = self._model.forward(self._tensor(batch.token_ids), self._tensor(batch.positions), attention)
+        adapters = self._row_adapters(batch) if batch.adapters else None
+        hidden = self._model.forward(self._tensor(batch.token_ids), self._tensor(batch.positions), attention, adapters)
         if len(batch.hidden_tokens) < len(hidden):
             hidden = hidden.index_select(0, self._tensor(batch.hidden_tokens))
         if self.device.type == "cuda":
@@ -95,6 +98,13 @@ class TorchExecutor:
         """See Executor."""
         peaks, token_ids = self.logits(hidden).max(-1)
         return token_ids.cpu().numpy(), torch.isfinite(peaks).cpu().numpy()
+
+    def _row_adapters(self, batch: StepBatch) -> RowAdapters:
+        numbers: dict[ResidentAdapter, int] = {}
+        which = np.full(len(batch.token_ids), -1, np.int64)
+        for rows in batch.adapters:
+            which[rows.first : rows.first + rows.count] = numbers.setdefault(rows.adapter, len(numbers))
+        return RowAdapters([cast(AdapterFactors, adapter.weights) for adapter in numbers], self._tensor(which))
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

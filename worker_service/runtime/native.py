@@ -1,16 +1,20 @@
 """The engine of the compiled CPU kernels: dense decoders in bfloat16 and float32."""
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loader.adapters.load import LoraFactors
 from loader.config import ModelConfig
 from worker_service.kernels import native
+from worker_service.kernels.adapters import AdapterRun, AdapterWeights
 from worker_service.kernels.layout import LANES, KvLayout
 from worker_service.kernels.spec import DecoderSpec
-from worker_service.models.native import LAYOUT, decoder_spec, pack_weights
+from worker_service.models.native import LAYOUT, decoder_spec, pack_adapter, pack_weights
+from worker_service.runtime.adapters import PackedAdapter
 from worker_service.runtime.batch import StepBatch
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.executor import Executor
@@ -59,6 +63,15 @@ class NativeEngine:
         spec = decoder_spec(self._config, self._packed, max_model_len)
         return NativeExecutor(self._pool, spec, self._cache_layout(num_blocks, block_size))
 
+    def pack_adapter(self, factors: Mapping[str, LoraFactors]) -> PackedAdapter:
+        """See Engine."""
+        weights = pack_adapter(self._config, factors)
+        return PackedAdapter(weights, weights.num_bytes)
+
+    def attach_adapter(self, packed: PackedAdapter) -> object:
+        """See Engine."""
+        return packed.weights
+
     def context_bytes(self, context: int) -> int:  # noqa: ARG002
         """Nothing: keys and values are read where they lie."""
         return 0
@@ -92,8 +105,11 @@ class NativeExecutor:
         """See Executor."""
         query_start = np.zeros(len(batch) + 1, np.int32)
         np.cumsum(batch.counts, out=query_start[1:])
+        runs = [
+            AdapterRun(cast(AdapterWeights, rows.adapter.weights), rows.first, rows.count) for rows in batch.adapters
+        ]
         tables = native.BatchTables(
-            query_start, batch.computed.astype(np.int32), np.ascontiguousarray(batch.tables, np.int32)
+            query_start, batch.computed.astype(np.int32), np.ascontiguousarray(batch.tables, np.int32), runs
         )
         hidden = self._decoder.embed(torch.from_numpy(batch.token_ids))
         self._decoder.run(hidden, tables)

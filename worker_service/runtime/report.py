@@ -49,6 +49,7 @@ class LoadSummary:
     phases: tuple[LoadPhase, ...] = ()
     mapped_bytes: int = 0
     begin_unix_ns: int = 0
+    num_adapter_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)

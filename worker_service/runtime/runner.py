@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from worker_service.runtime.adapters import AdapterMissing, AdapterTable, SequenceAdapters
 from worker_service.runtime.batch import StepBatch, build_batch
 from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.executor import Executor
 from worker_service.runtime.prompt_logprobs import ScoredPart, score_prompts, scored_parts
 from worker_service.runtime.sampler import Sampled, Sampler
 from worker_service.runtime.sequences import SequenceTable
-from worker_service.runtime.step import StepInput, StepOutput, nobody_waits
+from worker_service.runtime.step import NewSequence, StepInput, StepOutput, nobody_waits
 
 IntArray = NDArray[np.int64]
 
@@ -28,8 +29,9 @@ class ModelRunner:
     since; it can be dropped at any time.
     """
 
-    def __init__(self, executor: Executor, *, max_model_len: int) -> None:
+    def __init__(self, executor: Executor, *, max_model_len: int, adapters: AdapterTable | None = None) -> None:
         self._executor = executor
+        self._adapters = SequenceAdapters(adapters)
         self.max_model_len = max_model_len
         self.drop_sequences()
 
@@ -40,6 +42,7 @@ class ModelRunner:
 
     def drop_sequences(self) -> None:
         """Forgets all sequences; the cache's content means nothing from then on."""
+        self._adapters.clear()
         self._table = SequenceTable(
             vocab_size=self._executor.vocab_size,
             max_model_len=self.max_model_len,
@@ -59,7 +62,8 @@ class ModelRunner:
         checked = check_step(step, self._table)
         self._apply(step, checked)
         output.errors.update(checked.sequence_errors)
-        batch = build_batch(step, checked, self._table, decodes_first=self._executor.wants_decodes_first)
+        decodes_first = self._executor.wants_decodes_first
+        batch = build_batch(step, checked, self._table, self._adapters.by_row, decodes_first=decodes_first)
         rows = np.fromiter((self._table.row_of[i] for i in step.sequence_ids), np.int64, len(step.sequence_ids))
         self._table.num_computed[rows] += checked.scheduled
         if not len(batch):
@@ -77,11 +81,12 @@ class ModelRunner:
             if row is not None:
                 self._sampler.penalties.remove(row)
                 self._sampler.edits.remove(row)
+                self._adapters.leave(row)
         computed = dict(zip(step.sequence_ids, checked.computed.tolist(), strict=True))
         for new in step.new_sequences:
             failed = new.sequence_id in checked.sequence_errors
             row = table.add(new, computed[new.sequence_id], failed=failed)
-            if failed:
+            if failed or (new.adapter and not self._take_adapter(row, new, checked)):
                 continue
             entered.append(np.asarray(new.block_ids, np.int64)[-(-computed[new.sequence_id] // table.block_size) :])
             if table.sampling.has_edits[row]:
@@ -98,6 +103,16 @@ class ModelRunner:
                     entered.append(blocks)
         if entered:
             self._executor.take_blocks(entered)
+
+    def _take_adapter(self, row: int, new: NewSequence, checked: CheckedStep) -> bool:
+        """Gives a new sequence its adapter; one that is not to be had is the sequence's error."""
+        try:
+            self._adapters.take(row, new.adapter)
+        except AdapterMissing as error:
+            checked.sequence_errors[new.sequence_id] = str(error)
+            self._table.skipped[row] = True
+            return False
+        return True
 
     def _compute(self, batch: StepBatch, output: StepOutput) -> None:
         begin, table = time.perf_counter_ns(), self._table

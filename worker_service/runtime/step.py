@@ -43,6 +43,7 @@ class NewSequence:
     block_ids: Sequence[int]
     traceparent: str = ""
     prompt_logprob_start: int = 1
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from worker_service.runtime.memory import (
     peak_bytes,
     plan_cache,
 )
+from worker_service.runtime.model_adapters import AdapterSettings, ModelAdapters
 from worker_service.runtime.native import NativeEngine, native_pool
 from worker_service.runtime.preload import check_before_load
 from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
@@ -45,7 +46,7 @@ _FULL_SAMPLING = Sampling(
 _LOWER_STEP = "lower max_num_batched_tokens or max_num_seqs"
 
 
-class RuntimeSettings(MemorySettings, Protocol):
+class RuntimeSettings(MemorySettings, AdapterSettings, Protocol):
     """What the runtime needs of the worker's settings."""
 
     @property
@@ -66,6 +67,7 @@ class _Loaded:
     rounding: Rounding | None
     weight_bytes: int
     mapped_bytes: int
+    adapters: ModelAdapters
 
 
 class WorkerRuntime:
@@ -171,6 +173,7 @@ class WorkerRuntime:
         # Its prompts have no earlier context; a step that has needs this much more.
         activation = measured + loaded.engine.context_bytes(loaded.checkpoint.config.max_position_count)
         budget = MemoryBudget.of(self._settings)
+        activation += loaded.adapters.device_bytes
         return plan_cache(device, budget, weight_bytes=loaded.weight_bytes, activation_bytes=activation)
 
     def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> int:
@@ -186,7 +189,7 @@ class WorkerRuntime:
         self.reset(Phase.LOADED)
         check_cache_fits(self._need_device(), num_blocks * block_size * loaded.engine.kv_bytes_per_token)
         self._executor = loaded.engine.executor(num_blocks, block_size, max_model_len)
-        self._runner = ModelRunner(self._executor, max_model_len=max_model_len)
+        self._runner = ModelRunner(self._executor, max_model_len=max_model_len, adapters=loaded.adapters.table)
         return self._executor.cache_bytes
 
     def warm_up(self, max_step_tokens: int, max_sequences: int, progress: Callable[[int, int], None]) -> None:
@@ -213,6 +216,10 @@ class WorkerRuntime:
         device = self._need_device()
         with explains_out_of_memory(device, f"step {step.step_id}", _LOWER_STEP):
             return self._need_runner().execute(step, on_launch)
+
+    def adapters(self) -> ModelAdapters:
+        """The adapters of the model that it holds; gone with it."""
+        return self._need_model().adapters
 
     def reset(self, phase: Phase) -> None:
         """Goes back to an earlier phase, and gives back what later ones took."""
@@ -248,7 +255,8 @@ class WorkerRuntime:
             raise RuntimeFailure("unsupported", f"the model cannot be split over these ranks: {error}") from error
         with explains_out_of_memory(job.device, f"the weights of {path}", "use a smaller model"):
             held = load_into(engine, job, self._store, phases)
-        return _Loaded(job.checkpoint, engine, job.dtype, job.rounding, held.weight_bytes, held.mapped_bytes)
+        adapters = ModelAdapters(self._settings, job, engine)
+        return _Loaded(job.checkpoint, engine, job.dtype, job.rounding, held.weight_bytes, held.mapped_bytes, adapters)
 
     def _summary(self, loaded: _Loaded, *, already_loaded: bool, phases: LoadPhases) -> LoadSummary:
         config, ended = loaded.checkpoint.config, phases.finish()
@@ -264,6 +272,7 @@ class WorkerRuntime:
             duration_ns=sum(phase.duration_ns for phase in ended),
             phases=ended,
             mapped_bytes=loaded.mapped_bytes,
+            num_adapter_slots=loaded.adapters.num_slots,
             begin_unix_ns=phases.begin_unix_ns,
         )
 

@@ -33,6 +33,9 @@ class Settings:
     memory_limit_bytes: int | None = None
     kv_cache_bytes: int | None = None
     local_ranks: int = 1
+    adapter_slots: int = 0
+    max_adapter_rank: int = 64
+    adapter_host_bytes: int = 2**30
 
 
 def ignore(*_: object) -> None:

@@ -1,0 +1,256 @@
+"""Adapters on the runner, in plain torch and in the compiled kernels, against weights that they were merged into."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from loader.adapters.adapter import open_adapter
+from loader.adapters.load import load_adapter
+from loader.adapters.merge import merge_adapter
+from loader.adapters.targets import trained_modules
+from loader.checkpoint import Checkpoint, open_checkpoint
+from loader.errors import CheckpointError
+from loader.layout import weight_slices
+from loader.shares import RankPlace
+from loader.weights import load_weights
+from tests.support.tiny_adapter import EMBEDDING, PREFIX, adapter_tensors, layer_modules, write_adapter
+from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
+from tests.support.tiny_runner import CPU, Driven, Driver
+from worker_service.kernels import native
+from worker_service.runtime.engine import Engine, TorchEngine
+from worker_service.runtime.errors import RuntimeFailure
+from worker_service.runtime.loading import LoadJob
+from worker_service.runtime.model_adapters import ModelAdapters, adapter_problem, slot_bytes
+from worker_service.runtime.native import NativeEngine
+from worker_service.runtime.runner import ModelRunner
+from worker_service.runtime.step import Sampling
+
+NUM_OUTPUTS = 12
+SAMPLING = Sampling(logprobs=20)
+ALL_KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SETTINGS = SimpleNamespace(adapter_slots=4, max_adapter_rank=16, adapter_host_bytes=1 << 24)
+DENSE = [name for name in TINY_FAMILIES if "moe" not in name and name != "mixtral"]
+needs_kernels = pytest.mark.skipif(native.load() is None, reason="the kernels cannot be compiled here")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[native.Pool | None]:
+    library = native.load()
+    if library is None:
+        yield None
+        return
+    with native.Pool(library, 2) as pool:
+        yield pool
+
+
+Answer = tuple[list[int], list[float]]
+"""Tokens, and the log-probabilities of the likeliest at each of their positions."""
+
+
+def answer_of(driven: Driven) -> Answer:
+    values = [value for each in driven.logprobs[:NUM_OUTPUTS] for _, value in each.top]
+    return driven.output[:NUM_OUTPUTS], values
+
+
+class Served:
+    """A tiny model on an engine, with the adapters `paths`, by their place in the list."""
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        paths: Sequence[Path] = (),
+        *,
+        pool: native.Pool | None = None,
+        merged: Path | None = None,
+        dtype: torch.dtype = torch.float32,
+        settings: Any = SETTINGS,
+    ) -> None:
+        job = LoadJob(base, RankPlace(), dtype, CPU)
+        tensors = load_weights(
+            base, weight_slices(base.config, job.place), dtype=dtype, progress=lambda _: None, cancelled=lambda: False
+        )
+        if merged is not None:
+            merge_adapter(tensors, load_adapter(open_adapter(merged, base.config), job.place))
+        self.engine: Engine = (
+            TorchEngine(base.config, job.place, dtype, CPU) if pool is None else NativeEngine(base.config, dtype, pool)
+        )
+        self.engine.attach(self.engine.pack(tensors))
+        self.adapters = ModelAdapters(settings, job, self.engine)
+        self.fingerprints = [self.adapters.table.add(self.adapters.reader().read(path)).fingerprint for path in paths]
+
+    def driver(self, seed: int = 0) -> Driver:
+        executor: Any = self.engine.executor(128, 16, 256)
+        return Driver(ModelRunner(executor, max_model_len=256, adapters=self.adapters.table), executor, seed)
+
+    def answers(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+        """Without any adapter, all at once."""
+        driver = self.driver()
+        for number, prompt in enumerate(prompts):
+            driver.add(number, prompt, SAMPLING)
+        driver.run(NUM_OUTPUTS)
+        return [answer_of(driven) for driven in driver.sequences.values()]
+
+
+def prompts_of(seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(320) for _ in range(length)] for length in (3, 17, 40)]
+
+
+def make_adapters(folder: Path, base: Checkpoint) -> list[Path]:
+    """Two adapters of all products of all layers, of other ranks and factors, and one of the last module only, all
+    named as the family names them."""
+    modules = {
+        name: module.weight_shape
+        for name, module in trained_modules(base.config).items()
+        if module.is_linear and name.startswith("model.layers.")
+    }
+    paths = []
+    for number, (rank, chosen) in enumerate(((4, list(modules)), (7, list(modules)), (2, list(modules)[-1:]))):
+        rng = np.random.default_rng(number)
+        tensors = {}
+        for name in chosen:
+            rows, columns = modules[name]
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = rng.standard_normal((rank, columns)).astype(np.float32)
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = 0.1 * rng.standard_normal((rows, rank)).astype(np.float32)
+        options = {"r": rank, "target_modules": chosen, "use_rslora": number == 1}
+        paths.append(write_adapter(folder / str(number), tensors, lora_alpha=6, **options))
+    return paths
+
+
+def run_mixed(served: Served, prompts: Sequence[Sequence[int]], seed: int) -> dict[tuple[int, int], Answer]:
+    """Every prompt with every adapter and with none, in chunks of any size, with preemptions; answers by (adapter,
+    prompt), -1 for none."""
+    rng, driver = random.Random(seed), served.driver(seed)
+    keys = [(adapter, prompt) for adapter in range(-1, len(served.fingerprints)) for prompt in range(len(prompts))]
+    rng.shuffle(keys)
+    todo = dict(enumerate(keys))
+    started: dict[int, tuple[int, int]] = {}
+    while todo or any(len(s.output) < NUM_OUTPUTS for s in driver.sequences.values()):
+        for _ in range(2 if todo else 0):
+            number, (adapter, prompt) = todo.popitem()
+            started[number] = (adapter, prompt)
+            driver.add(number, prompts[prompt], SAMPLING, adapter=served.fingerprints[adapter] if adapter >= 0 else "")
+        waiting = [s for s in driver.sequences.values() if len(s.output) < NUM_OUTPUTS]
+        victim = rng.choice(waiting) if waiting else None
+        if victim is not None and victim.known and rng.random() < 0.3:
+            driver.preempt(victim.sequence_id)
+        driver.step({s.sequence_id: rng.choice((1, 5, 29)) for s in waiting})
+    return {started[number]: answer_of(driven) for number, driven in driver.sequences.items()}
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_every_family_in_plain_torch_equals_merged_weights(tmp_path: Path, family: str) -> None:
+    base = open_checkpoint(make_tiny_llama(tmp_path / "base", config_overrides=TINY_FAMILIES[family]))
+    check_family(tmp_path, base, None)
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", DENSE)
+def test_every_dense_family_in_the_kernels_equals_merged_weights(
+    tmp_path: Path, family: str, pool: native.Pool
+) -> None:
+    base = open_checkpoint(make_tiny_llama(tmp_path / "base", config_overrides=TINY_FAMILIES[family]))
+    check_family(tmp_path, base, pool)
+
+
+def check_family(folder: Path, base: Checkpoint, pool: native.Pool | None) -> None:
+    paths, prompts = make_adapters(folder, base), prompts_of()
+    expected = {(-1, i): answer for i, answer in enumerate(Served(base).answers(prompts))}
+    for number, path in enumerate(paths):
+        answers = Served(base, merged=path).answers(prompts)
+        expected |= {(number, i): answer for i, answer in enumerate(answers)}
+    found = run_mixed(Served(base, paths, pool=pool), prompts, 1)
+    assert {key: tokens for key, (tokens, _) in found.items()} == {key: tokens for key, (tokens, _) in expected.items()}
+    for key, (_, logprobs) in expected.items():
+        assert found[key][1] == pytest.approx(logprobs, rel=1e-3, abs=1e-3)
+    # Each adapter has said something of its own.
+    assert len({tuple(round(value, 2) for value in logprobs) for _, logprobs in expected.values()}) == len(expected)
+
+
+@needs_kernels
+def test_in_bfloat16_an_answer_does_not_depend_on_its_batch(tmp_path: Path, pool: native.Pool) -> None:
+    base = open_checkpoint(make_tiny_llama(tmp_path / "base"))
+    paths = make_adapters(tmp_path, base)
+    served, prompts = Served(base, paths, pool=pool, dtype=torch.bfloat16), prompts_of()
+    alone = {}
+    for adapter in range(-1, len(paths)):
+        for number, prompt in enumerate(prompts):
+            driver = served.driver()
+            driven = driver.add(0, prompt, SAMPLING, adapter=served.fingerprints[adapter] if adapter >= 0 else "")
+            driver.run(NUM_OUTPUTS)
+            alone[adapter, number] = answer_of(driven)
+            driver.runner.drop_sequences()
+    assert [run_mixed(served, prompts, seed) for seed in range(2)] == [alone, alone]
+
+
+def test_a_sequence_without_its_adapter_fails_alone(tmp_path: Path) -> None:
+    base = open_checkpoint(make_tiny_llama(tmp_path / "base"))
+    served = Served(base, make_adapters(tmp_path, base), settings=replace_slots(1))
+    driver, prompt = served.driver(), prompts_of()[1]
+    for number, adapter in enumerate(("", served.fingerprints[0], served.fingerprints[1], "unknown")):
+        driver.add(number, prompt, adapter=adapter)
+    output = driver.runner.execute(driver.plan(dict.fromkeys(range(4), 100)))
+    assert sorted(output.sequence_ids) == [0, 1]
+    assert set(output.errors) == {2, 3}
+    assert "all 1 adapter slots" in output.errors[2] and "'unknown' is not on this worker" in output.errors[3]
+
+
+def replace_slots(count: int) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(SETTINGS), "adapter_slots": count})
+
+
+def test_what_takes_no_adapters_says_so(tmp_path: Path) -> None:
+    base = open_checkpoint(make_tiny_llama(tmp_path / "base"))
+    config = base.config
+    for changed, is_quantised, slots, text in (
+        (config, False, 0, "adapter_slots"),
+        (config, True, 2, "quantised"),
+        (replace(config, other=SimpleNamespace()), False, 2, "transformers' definition"),  # type: ignore[arg-type]
+    ):
+        problem = adapter_problem(changed, is_quantised=is_quantised, num_slots=slots)
+        assert problem is not None and text in problem
+    assert adapter_problem(config, is_quantised=False, num_slots=1) is None
+    served = Served(base, settings=replace_slots(0))
+    assert (served.adapters.num_slots, served.adapters.device_bytes) == (0, 0)
+    with pytest.raises(RuntimeFailure, match="adapter_slots"):
+        served.adapters.reader()
+
+
+def test_what_is_read_fits_into_the_bytes_that_are_set_aside(tmp_path: Path, pool: native.Pool | None) -> None:
+    base = open_checkpoint(make_tiny_llama(tmp_path / "base"))
+    modules = layer_modules(base.config, *ALL_KINDS)
+    tensors = adapter_tensors(base.config, dict.fromkeys(modules, 16))
+    path = write_adapter(tmp_path / "a", tensors, r=16, target_modules=modules)
+    for own_pool in (None, pool):
+        served = Served(base, [path], pool=own_pool)
+        (report,) = served.adapters.table.reports()
+        assert report.num_bytes == slot_bytes(base.config, RankPlace(), torch.float32, 16)
+        assert served.adapters.device_bytes == 4 * report.num_bytes
+
+
+def test_adapters_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    base = open_checkpoint(make_tiny_llama(tmp_path / "base"))
+    reader = Served(base).adapters.reader()
+    high = write_adapter(
+        tmp_path / "high", adapter_tensors(base.config, {"model.layers.0.self_attn.q_proj": 17}), r=17,
+        target_modules=["layers.0.self_attn.q_proj"],
+    )  # fmt: skip
+    embedding = write_adapter(
+        tmp_path / "e", adapter_tensors(base.config, {EMBEDDING: 4}), target_modules=["embed_tokens"]
+    )
+    tensors = adapter_tensors(base.config, {"model.layers.0.self_attn.q_proj": 4})
+    next(iter(tensors.values()))[1, 2] = float("nan")
+    broken = write_adapter(tmp_path / "nan", tensors, target_modules=["layers.0.self_attn.q_proj"])
+    for path, text in ((high, "at most 16"), (embedding, "only products of layers"), (broken, "not finite")):
+        with pytest.raises(CheckpointError, match=text):
+            reader.read(path)
+    small = SimpleNamespace(**{**vars(SETTINGS), "adapter_host_bytes": 100})
+    with pytest.raises(RuntimeFailure, match="adapter_host_bytes"):
+        Served(base, settings=small).adapters.reader().read(make_adapters(tmp_path, base)[0])
