@@ -30,6 +30,7 @@ from scheduler_service.core.plan import EndEvent, NewSequence, PromptEvent, Step
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.request import FinishReason, Request, Sequence, SequenceState
 from scheduler_service.core.stats import SchedulerStats
+from scheduler_service.core.suspects import Suspects
 from scheduler_service.core.tenants import TenantLedger
 
 Event = TokenEvent | PromptEvent | EndEvent
@@ -57,6 +58,7 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._live = LiveSequences()
         self._deadlines = Deadlines()
+        self._suspects = Suspects()
         self._queued_tokens = 0
         self._finished_ids: list[int] = []
         self._preempted_ids: list[int] = []
@@ -163,6 +165,8 @@ class Scheduler:
         """Plans the next step, which counts as sent from now on; None when there is nothing to send."""
         if len(self._in_flight) >= self.config.max_in_flight:
             return None
+        if self._suspects.is_active and not self._hold_trial():
+            return None
         now = self._clock()
         plan = StepPlan(self._next_step_id, now)
         self._waiting.age(now)
@@ -196,6 +200,8 @@ class Scheduler:
         self._apply_tokens(result, events)
         self._in_flight.popleft()
         self._requeue_drained()
+        if self._suspects.trial is not None:
+            self._end_trial_if_past()
         now = self._clock()
         num_tokens = plan.num_tokens
         is_full = 2 * num_tokens >= self.config.max_step_tokens
@@ -203,19 +209,28 @@ class Scheduler:
         self._applied_at = now
         return events
 
-    def end_epoch(self) -> None:
-        """Forgets every step in flight and all KV: the running sequences wait again, as if preempted."""
+    def end_epoch(self, *, by_fault: bool = False) -> list[EndEvent]:
+        """Forgets every step in flight and all KV: the running sequences wait again, as if preempted.
+
+        With `by_fault` a fault inside a worker ended it: requests that were in flight are under suspicion, and the
+        one that was in flight alone for it is ended; its ends are answered.
+        """
+        live = self._live.by_id
+        in_flight = {s.sequence_id: s for plan in self._in_flight for s in plan.sequences if s.sequence_id in live}
+        convicted = self._suspects.blame(in_flight.values()) if by_fault else None
         self._in_flight.clear()
         self._finished_ids.clear()
         self._preempted_ids.clear()
         self._next_step_id = 1
         for sequence in self._running:
             self._blocks.release(sequence)
+            sequence.num_preemptions += 1
         again, self._running, self._draining = self._running + self._draining, [], []
         for sequence in again:
             sequence.pending = 0
             self._enqueue(sequence)
         self._blocks.forget_content()
+        return [] if convicted is None else self.end_request(convicted.request_id, FinishReason.ERROR)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError when blocks leak, are held twice, or a sequence stands in two places."""
@@ -297,7 +312,7 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         """Starts waiting sequences in their order while budget, places and blocks allow."""
-        while budget > 0 and (sequence := self._waiting.peek()) is not None:
+        while budget > 0 and (sequence := self._next_waiting()) is not None:
             hits = self._hits_if_startable(sequence)
             if hits is None:
                 break
@@ -338,7 +353,7 @@ class Scheduler:
         """
         block_size = self.config.block_size
         share = max(budget // 2, min(budget, block_size))
-        head = self._waiting.peek()
+        head = self._next_waiting()
         if head is not None and self._hits_if_startable(head) is not None:
             return share
         return max(share, budget - owed_after * block_size)
@@ -363,6 +378,37 @@ class Scheduler:
         self._tenants.charge(sequence.request.tenant, len(sequence.token_ids) - sequence.computed)
         insort(self._running, sequence, key=_running_order)
 
+    # Suspects.
+
+    def _hold_trial(self) -> bool:
+        """Lets only the request on trial start; False while steps of the one before it are in flight."""
+        if self._suspects.trial is None:
+            if self._in_flight:
+                return False
+            self._suspects.begin()
+        trial = cast(Request, self._suspects.trial)
+        for sequence in self._live.of(trial.request_id):
+            # Siblings that are held back have no ticket: they are not in the queue yet.
+            if sequence.state is SequenceState.WAITING and sequence.ticket and self._waiting.peek() is not sequence:
+                self._waiting.put_first(sequence)
+        return True
+
+    def _end_trial_if_past(self) -> None:
+        """Clears the request on trial once it has got past where it stood; it makes way for the next suspect."""
+        sequences = self._live.of(cast(Request, self._suspects.trial).request_id)
+        if not self._suspects.is_past(sequences):
+            return
+        self._suspects.clear()
+        if self._suspects.is_active:
+            for sequence in sequences:
+                if sequence.state is SequenceState.RUNNING:
+                    self._preempt(sequence)
+
+    def _next_waiting(self) -> Sequence | None:
+        """The waiting sequence that may start next; during a trial only one of the request on trial."""
+        head, trial = self._waiting.peek(), self._suspects.trial
+        return None if trial is not None and head is not None and head.request is not trial else head
+
     # Preemption.
 
     def _make_room(self, sequence: Sequence, num: int) -> bool:
@@ -380,7 +426,7 @@ class Scheduler:
 
     def _preempt_for_priority(self) -> None:
         """Makes room for the next waiting sequence at the cost of running ones of lower priority, if that is enough."""
-        head = self._waiting.peek()
+        head = self._next_waiting()
         if head is None or not self._running or self._running[-1].request.priority >= head.request.priority:
             return
         if self._hits_if_startable(head) is not None:
@@ -479,6 +525,8 @@ class Scheduler:
             if not self._live.drop_held_back(sequence):
                 self._waiting.note_departure()
         self._live.remove(sequence)
+        if sequence.request.request_id not in self._live:
+            self._suspects.forget(sequence.request.request_id)
         self._tenants.leave(sequence.request.tenant)
         self._release_siblings(sequence)
 

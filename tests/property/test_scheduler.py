@@ -154,11 +154,16 @@ class SchedulerHistory(RuleBasedStateMachine):
         )
         self.deliver(events)
 
-    @rule(really=st.integers(0, 3))
-    def lose_worker(self, really: int) -> None:
+    @rule(really=st.integers(0, 3), by_fault=st.booleans())
+    def lose_worker(self, really: int, by_fault: bool) -> None:
         if really:
             return
-        self.scheduler.end_epoch()
+        requests = {s.request.request_id for plan in self.sent for s in plan.sequences if s in self.live}
+        convicted = self.scheduler.end_epoch(by_fault=by_fault)
+        if convicted:
+            # Nobody is ended for what others were in flight for, too.
+            assert {event.sequence.request.request_id for event in convicted} == requests
+        self.deliver(convicted)
         self.worker.restart()
         self.sent.clear()
 
@@ -235,7 +240,10 @@ def play(seed: int) -> int:
         max_in_flight=r.randint(1, 3),
     )
     num_operations = r.randint(5, 60)
+    loss_rate = r.choice([0.01, 0.01, 0.2])
     for _ in range(num_operations):
+        if r.random() < loss_rate:
+            history.lose_worker(0, r.random() < 0.7)
         kind = r.random()
         if kind < 0.25:
             patience = r.choice([None, r.randint(1, 20)])
@@ -261,10 +269,8 @@ def play(seed: int) -> int:
             else:
                 history.scheduler.end_sequence(sequence.sequence_id, FinishReason.STOP)
                 del history.live[sequence]
-        elif kind < 0.99:
-            history.expire()
         else:
-            history.lose_worker(0)
+            history.expire()
         history.is_sound()
     history.teardown()
     return num_operations

@@ -100,12 +100,13 @@ class SchedulerRig:
             self.answer()
         return plan
 
-    def lose_worker(self) -> None:
-        """Ends the epoch: nothing in flight is ever answered."""
-        self.scheduler.end_epoch()
+    def lose_worker(self, *, by_fault: bool = False) -> list[EndEvent]:
+        """Ends the epoch: nothing in flight is ever answered. Returns the ends of a request that is convicted."""
+        convicted = self.scheduler.end_epoch(by_fault=by_fault)
         self.scheduler.check_integrity()
         self.worker.restart()
         self.sent.clear()
+        return convicted
 
     def finish(self, max_steps: int = 1000) -> int:
         """Runs with a full pipeline until nothing is left; returns the number of steps answered."""
