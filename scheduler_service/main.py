@@ -22,8 +22,10 @@ from loader.tokenizer import load_tokenizer
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.engine import Engine, ServedModel
 from scheduler_service.engine.preflight import PHASE, check_before_start, check_failed, wish_of
+from scheduler_service.engine.recovery import LifePlan
 from scheduler_service.engine.start import GroupStarter, StartedGroup, StartPlan, startup_phase, startup_trace
 from scheduler_service.engine.step_tracing import StepTraceRule
+from scheduler_service.engine.supervision import Supervision, Unsupervised
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tokens import Tokens
 from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServicer
@@ -43,6 +45,7 @@ from stepwire.v1 import admin_pb2_grpc, inference_pb2_grpc
 EXIT_OK = 0
 EXIT_CANNOT_START = 1
 EXIT_WORKER_FAILED = 3
+EXIT_FENCED = 4
 EXIT_INTERRUPTED = 130
 
 # A prompt of a million tokens fits. Parsing one message holds up all others, so there is no room to spare.
@@ -53,11 +56,11 @@ _ERROR_GRACE_S = 1.0
 _log = structlog.stdlib.get_logger(__name__)
 
 
-async def serve(settings: SchedulerSettings) -> int:
+async def serve(settings: SchedulerSettings, supervision: Supervision | None = None) -> int:
     """Runs the scheduler until it is told to stop; answers the process's exit status.
 
-    0 after a drain, 1 when it could not start, 3 when its workers were lost, 130 when a second
-    signal ended it. What ends it is one line on standard error.
+    0 after a drain, 1 when it could not start, 3 when its workers were lost and could not be got back, 4 when another
+    scheduler has taken them, 130 when a second signal ended it. What ends it is one line on standard error.
     """
     began = time.monotonic()
     configure_logging(format=settings.log_format, level=settings.log_level, service=names.SERVICE_SCHEDULER)
@@ -68,7 +71,7 @@ async def serve(settings: SchedulerSettings) -> int:
     except ValueError as error:
         return _cannot_start(str(error))
     try:
-        return await _Service(settings, telemetry, began).run()
+        return await _Service(settings, telemetry, began, supervision or Unsupervised()).run()
     finally:
         await asyncio.to_thread(telemetry.shutdown)
 
@@ -76,8 +79,11 @@ async def serve(settings: SchedulerSettings) -> int:
 class _Service:
     """One run of the scheduler process."""
 
-    def __init__(self, settings: SchedulerSettings, telemetry: Telemetry, began: float) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, telemetry: Telemetry, began: float, supervision: Supervision
+    ) -> None:
         self._settings = settings
+        self._supervision = supervision
         self._began = began
         self._tracer: Tracer = get_tracer(telemetry.tracer_provider)
         self._metrics = Metrics()
@@ -167,9 +173,9 @@ class _Service:
             with startup_phase(self._tracer, PHASE):
                 checkpoint = await asyncio.to_thread(check_before_start, path, wish_of(settings))
             plan = start_plan(settings, checkpoint, path)
+            starter = GroupStarter(self._workers, plan, self._tracer, supervision=self._supervision)
             model, started = await _both(
-                asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len),
-                GroupStarter(self._workers, plan, self._tracer).start(),
+                asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len), starter.start()
             )
             model = replace(model, max_model_len=started.max_model_len)
             config = SchedulerConfig(
@@ -183,7 +189,8 @@ class _Service:
                 ageing_s=settings.ageing_seconds,
                 tenant_weights=settings.tenant_rules.weights,
             )
-            await self._engine.begin(model, started, config, step_timeout_s=settings.step_timeout)
+            life = LifePlan(starter, settings.step_timeout, settings.restart_budget)
+            await self._engine.begin(model, started, config, life)
         await self._health.update()
         if model.template is not None:
             await model.template.start()
@@ -210,12 +217,14 @@ class _Service:
         return EXIT_INTERRUPTED
 
     async def _fail(self) -> int:
-        """The workers are lost: clients get the cause, then the process ends so that its supervisor acts."""
+        """The workers are lost for good: clients get the cause, then the process ends so that its supervisor acts."""
         error = self._engine.failed.result()
-        _log.error("worker_group_failed", reason=error.reason, error=error.message, **_log_fields(error))
+        _log.critical("worker_group_failed", reason=error.reason, error=error.message, **_log_fields(error))
         await self._health.update()
         await self._server.stop(_ERROR_GRACE_S)
-        return EXIT_WORKER_FAILED
+        sys.stderr.write(f"stepwire scheduler: {error.message}\n")
+        sys.stderr.flush()
+        return EXIT_FENCED if error.reason == "FENCED" else EXIT_WORKER_FAILED
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

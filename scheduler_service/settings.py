@@ -89,6 +89,13 @@ class SchedulerSettings(BaseModel):
         le=86_400,
         description="Seconds after which a step counts as hung, or 20 times the slowest percent of steps if longer.",
     )
+    restart_budget: int = Field(
+        default=3,
+        ge=0,
+        le=1000,
+        description="How many times in a row workers may be lost, or not come back, without a step in between; once "
+        "more ends the service.",
+    )
     cluster_key: str | None = Field(
         default=None,
         min_length=16,

@@ -15,12 +15,14 @@ from scheduler_service.core.plan import StepResult
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.best_of import BestOf
+from scheduler_service.engine.causes import EpochEnd
 from scheduler_service.engine.ending import note_end
 from scheduler_service.engine.group import WorkerGroup
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.loop import StepLoop
 from scheduler_service.engine.metrics import EngineMetrics
 from scheduler_service.engine.output import OutputStream
+from scheduler_service.engine.recovery import Epoch, GroupLife, LifePlan
 from scheduler_service.engine.start import StartedGroup
 from scheduler_service.engine.step_tracing import RankTotals, StepTraceRule, StepTracing
 from scheduler_service.engine.template import ChatTemplate
@@ -52,6 +54,7 @@ class EngineState(Enum):
 
     STARTING = "starting"
     READY = "ready"
+    RECOVERING = "recovering"
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -96,7 +99,8 @@ class Engine:
         self._info = ModelInfo(model_name, EngineState.STARTING.value)
         self._validator: Validator | None = None
         self._loop: StepLoop | None = None
-        self._group: WorkerGroup | None = None
+        self._group: GroupLife | None = None
+        self._is_recovering = False
         self._num_admitting = 0
         self._num_calls = 0
         self._no_calls = asyncio.Event()
@@ -104,25 +108,15 @@ class Engine:
 
     # Its life.
 
-    async def begin(
-        self, model: ServedModel, started: StartedGroup, config: SchedulerConfig, *, step_timeout_s: float
-    ) -> None:
+    async def begin(self, model: ServedModel, started: StartedGroup, config: SchedulerConfig, life: LifePlan) -> None:
         """Serves a model on workers that are ready. Raises StepwireError when their step streams cannot be opened."""
-        group = WorkerGroup(
-            started.ranks,
-            started.epoch,
-            step_timeout_s=step_timeout_s,
-            observer=self._tracing,
-            on_result=self._take_result,
-            on_failure=self.fail,
+        group = GroupLife(
+            life, self._tracing.tracer, observer=self._tracing, on_result=self._take_result, on_give_up=self.fail
         )
         loop = StepLoop(Scheduler(config, time.monotonic), group, model.tokens.detokenizer, self._defect)
         self._model, self._group, self._loop = model, group, loop
-        await group.open()
-        self._tracing.begin_epoch(
-            started.epoch,
-            [RankTotals(rank.rank, rank.port.address, rank.host, rank.process_id) for rank in started.ranks],
-        )
+        group.observers += [self, self._metrics]
+        await group.begin(started)
         loop.start()
         self._validator = Validator(model.vocab_size, model.max_model_len, model.eos_token_ids, self._tenants)
         self._info = ModelInfo(
@@ -138,6 +132,21 @@ class Engine:
             num_blocks=config.num_blocks,
         )
         self._state = EngineState.READY
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        """See EpochObserver: what runs pauses, and what comes waits."""
+        self._is_recovering = True
+        self._tracing.end_epoch(end.error.message)
+        if self._loop is not None:
+            self._loop.pause()
+
+    def epoch_began(self, epoch: Epoch) -> None:
+        """See EpochObserver: everything goes on."""
+        self._is_recovering = False
+        ranks = [RankTotals(rank.rank, rank.port.address, rank.host, rank.process_id) for rank in epoch.ranks]
+        self._tracing.begin_epoch(epoch.number, ranks)
+        if self._loop is not None:
+            self._loop.resume(follows_fault=epoch.follows_fault)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no new requests; waits until those that run are delivered, but no longer than that, then ends them."""
@@ -177,14 +186,14 @@ class Engine:
     @property
     def is_healthy(self) -> bool:
         """Whether requests are taken, the step loop goes round, and the workers are heard of."""
-        if self._state is not EngineState.READY or self._loop is None or self._group is None:
+        if self._state is not EngineState.READY or self._is_recovering or self._loop is None or self._group is None:
             return False
         return self._loop.is_alive and self._group.is_alive
 
     @property
     def group(self) -> WorkerGroup | None:
-        """Its workers; None before they are ready."""
-        return self._group
+        """Its workers; None before they are ready, and between two epochs."""
+        return None if self._group is None else self._group.group
 
     @property
     def num_calls(self) -> int:
@@ -194,7 +203,9 @@ class Engine:
     def model_info(self, name: str = "") -> ModelInfo:
         """The model and how it stands. Raises MODEL_NOT_FOUND for another name."""
         self._check_model(name)
-        info = replace(self._info, state=self._state.value)
+        is_recovering = self._is_recovering and self._state is EngineState.READY
+        state = EngineState.RECOVERING if is_recovering else self._state
+        info = replace(self._info, state=state.value)
         if self._loop is None:
             return info
         scheduler = self._loop.scheduler

@@ -1,7 +1,7 @@
-"""The ranks that together hold one copy of a model: walked to readiness, driven step by step, watched.
+"""The ranks that together hold one copy of a model, through one epoch: driven step by step, and watched.
 
-One failure of one rank ends the group: it is reported once, with its cause, and every later use
-raises it again.
+One failure of one rank ends the epoch: it is reported once, with its cause. The next epoch is
+another group's.
 """
 
 import asyncio
@@ -15,30 +15,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from scheduler_service.core.plan import StepPlan, StepResult
-from scheduler_service.engine.ports import StepStream, StepTimings, WorkerPort
+from scheduler_service.engine.causes import Causes, EpochEnd, Kind, RankFailure
+from scheduler_service.engine.ports import StepStream, StepTimings, WorkerStatus
+from scheduler_service.engine.ranks import Rank, rank_failed
+from scheduler_service.engine.supervision import Supervision
 from stepwire.rpc.errors import StepwireError
 
 HEARTBEAT_EVERY_S = 1.0
 LOST_AFTER_S = 5.0
 _HUNG_FACTOR = 20
 _NUM_DURATIONS = 512
-
-
-@dataclass(slots=True)
-class Rank:
-    """One worker of a group; host and process id as it says itself."""
-
-    rank: int
-    port: WorkerPort
-    host: str = ""
-    process_id: int = 0
-
-    def describe(self) -> dict[str, str]:
-        """What names this rank in an error's metadata."""
-        known = {"rank": str(self.rank), "address": self.port.address}
-        if self.host:
-            known |= {"host": self.host, "process_id": str(self.process_id)}
-        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +36,6 @@ class RankReport:
     host: str
     process_id: int
     silent_s: float
-
-
-def rank_failed(rank: Rank, phase: str, error: StepwireError, reason: str | None = None) -> StepwireError:
-    """An error of a rank, with where it happened. The reason stays the rank's own unless one is given."""
-    where = f"rank {rank.rank} at {rank.port.address}" + (f" on host {rank.host}" if rank.host else "")
-    metadata = {**error.metadata, **rank.describe(), "phase": phase, "cause": error.message}
-    if reason is not None and reason != error.reason:
-        metadata["cause_reason"] = error.reason
-    return StepwireError(reason or error.reason, f"{phase} failed on {where}: {error.message}", metadata)
 
 
 class StepObserver(Protocol):
@@ -77,8 +54,8 @@ class StepObserver(Protocol):
 class WorkerGroup:
     """A group that is ready to execute steps, in one epoch.
 
-    `on_result` is called with each step's result, in order; `on_failure` once, with the cause, when
-    a rank is lost. Both on the event loop.
+    `on_result` is called with each step's result, in order; `on_end` once, with the cause, when a rank
+    is lost. Both on the event loop.
     """
 
     def __init__(
@@ -88,22 +65,24 @@ class WorkerGroup:
         *,
         step_timeout_s: float,
         observer: StepObserver,
+        supervision: Supervision,
         on_result: Callable[[StepResult], None],
-        on_failure: Callable[[StepwireError], None],
+        on_end: Callable[[EpochEnd], None],
     ) -> None:
         self._ranks = list(ranks)
         self.epoch = epoch
         self._step_timeout_s = step_timeout_s
         self._observer = observer
         self._on_result = on_result
-        self._on_failure = on_failure
+        self._causes = Causes(epoch, len(self._ranks), supervision, on_end=on_end)
         self._streams: list[StepStream] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._sent_at: deque[float] = deque()
         self._durations: deque[float] = deque(maxlen=_NUM_DURATIONS)
         self._last_result_at = 0.0
         self._seen_at = [time.monotonic()] * len(self._ranks)
-        self.failure: StepwireError | None = None
+        self.opened_at = time.monotonic()
+        self.num_results = 0
 
     async def open(self) -> None:
         """Opens the step streams and begins to watch. Raises StepwireError."""
@@ -122,8 +101,8 @@ class WorkerGroup:
         self._tasks.append(asyncio.create_task(work, name=name, context=contextvars.Context()))
 
     async def send(self, plan: StepPlan) -> None:
-        """Sends a step to every rank. A broken stream is reported by `on_failure`, not here."""
-        if self.failure is not None:
+        """Sends a step to every rank. A broken stream is reported by `on_end`, not here."""
+        if self._causes.is_ending:
             return
         self._sent_at.append(time.monotonic())
         self._observer.step_sent(plan)
@@ -131,14 +110,14 @@ class WorkerGroup:
             try:
                 await stream.send(plan)
             except StepwireError as error:
-                self._fail(rank, error)
+                self._lose(rank, error)
                 return
         self._observer.step_written()
 
     @property
     def is_alive(self) -> bool:
         """Whether every rank has lately been heard of."""
-        return self.failure is None and time.monotonic() - min(self._seen_at) < LOST_AFTER_S
+        return not self._causes.is_ending and time.monotonic() - min(self._seen_at) < LOST_AFTER_S
 
     def rank_reports(self) -> list[RankReport]:
         """How each rank stands."""
@@ -149,18 +128,17 @@ class WorkerGroup:
         ]
 
     async def close(self) -> None:
-        """Ends streams and tasks, and closes the connections."""
+        """Ends streams and tasks. The connections to the workers stay."""
+        self._causes.cancel()
         for stream in self._streams:
             stream.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for rank in self._ranks:
-            await rank.port.close()
 
     async def _read(self, rank: Rank, stream: StepStream) -> None:
         try:
-            while self.failure is None:
+            while not self._causes.is_ending:
                 result, timings = await stream.receive()
                 now = time.monotonic()
                 self._seen_at[rank.rank] = now
@@ -168,24 +146,31 @@ class WorkerGroup:
                 self._durations.append(duration_s)
                 self._last_result_at = now
                 self._observer.step_answered(rank.rank, timings, duration_s)
+                self.num_results += 1
                 self._on_result(result)
         except StepwireError as error:
-            self._fail(rank, error)
+            self._lose(rank, error)
 
     async def _watch(self, rank: Rank) -> None:
-        """Asks the rank how it stands, every second; fails the group when it is silent or hangs."""
-        while self.failure is None:
+        """Asks the rank how it stands, every second; ends the epoch when it is silent or hangs."""
+        while not self._causes.is_ending:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
             with contextlib.suppress(StepwireError):
                 status = await rank.port.get_status(timeout_s=LOST_AFTER_S / 2)
                 self._seen_at[rank.rank] = time.monotonic()
-                if status.epoch != self.epoch:
-                    text = f"another scheduler has taken the worker over: it is in epoch {status.epoch}"
-                    self._fail(rank, StepwireError("STALE_EPOCH", text, {"epoch": str(status.epoch)}))
+                self._check_epoch(rank, status)
             silent_s = time.monotonic() - self._seen_at[rank.rank]
             if silent_s > LOST_AFTER_S:
-                self._fail(rank, StepwireError("WORKER_FAILED", f"no sign of life for {silent_s:.1f} s"))
+                error = StepwireError("WORKER_FAILED", f"no sign of life for {silent_s:.1f} s")
+                self._causes.add(RankFailure(rank, Kind.SILENT, error))
             self._check_hung(rank)
+
+    def _check_epoch(self, rank: Rank, status: WorkerStatus) -> None:
+        if status.epoch > self.epoch:
+            self._causes.add(RankFailure(rank, Kind.OWN_ERROR, fenced(status.epoch, status.scheduler_id)))
+        elif status.epoch < self.epoch:
+            text = f"it was started anew: it is in epoch {status.epoch}"
+            self._causes.add(RankFailure(rank, Kind.EXIT, StepwireError("WORKER_FAILED", text)))
 
     def _check_hung(self, rank: Rank) -> None:
         if not self._sent_at:
@@ -195,7 +180,8 @@ class WorkerGroup:
         age_s = time.monotonic() - max(self._sent_at[0], self._last_result_at)
         if age_s > limit_s:
             text = f"a step has been running for {age_s:.1f} s; the limit is {limit_s:.1f} s (step_timeout)"
-            self._fail(rank, StepwireError("WORKER_FAILED", text, {"limit_s": f"{limit_s:.1f}"}))
+            error = StepwireError("WORKER_FAILED", text, {"limit_s": f"{limit_s:.1f}"})
+            self._causes.add(RankFailure(rank, Kind.HUNG, error))
 
     def _slow_step_s(self) -> float:
         """The 99th percentile of the last steps' durations, in seconds."""
@@ -204,11 +190,19 @@ class WorkerGroup:
         ordered = sorted(self._durations)
         return ordered[math.ceil(0.99 * len(ordered)) - 1]
 
-    def _fail(self, rank: Rank, error: StepwireError) -> None:
-        if self.failure is not None:
-            return
-        failure = rank_failed(rank, "execute_model", error, "WORKER_FAILED")
-        self.failure = StepwireError(failure.reason, failure.message, failure.metadata, retry_after_s=5.0)
-        for stream in self._streams:
-            stream.cancel()
-        self._on_failure(self.failure)
+    def _lose(self, rank: Rank, error: StepwireError) -> None:
+        """The step stream of a rank has ended."""
+        if error.reason in ("STALE_EPOCH", "STREAM_DISPLACED"):
+            error = fenced(error.metadata.get("held", "?"), error.metadata.get("held_by", ""))
+        self._causes.add(RankFailure.of_stream(rank, error))
+
+
+def fenced(epoch: object, scheduler_id: str) -> StepwireError:
+    """Another scheduler owns a worker's epoch; whoever began the last one serves."""
+    owner = f" ({scheduler_id})" if scheduler_id else ""
+    return StepwireError(
+        "FENCED",
+        f"another scheduler{owner} has taken the worker over: it is in epoch {epoch}; this one serves no more, so "
+        "stop one of the two, or give them workers of their own",
+        {"held": str(epoch), "held_by": scheduler_id},
+    )

@@ -60,6 +60,7 @@ class StepLoop:
         self._texts: dict[SchedulerSequence, SequenceText] = {}
         self._live: dict[str, LiveRequest] = {}
         self._results: deque[StepResult] = deque()
+        self._is_paused = False
         self._work: list[Work] = []
         self._wake = asyncio.Event()
         self._pipeline = TextPipeline(self._deliver, inline=detokenizer.is_quick)
@@ -150,6 +151,22 @@ class StepLoop:
         self._results.append(result)
         self._wake.set()
 
+    # Epochs.
+
+    def pause(self) -> None:
+        """Plans no more steps: an epoch has ended. Ends, deadlines and new requests are seen to meanwhile."""
+        self._is_paused = True
+
+    def resume(self, *, follows_fault: bool) -> None:
+        """Goes on in a new epoch: what ran comes back, with what was delivered, and steps count from 1 again."""
+        while self._results:
+            self._note_events(self._scheduler.apply(self._results.popleft()))
+        for event in self._scheduler.end_epoch(by_fault=follows_fault):
+            if (text := self._texts.pop(event.sequence, None)) is not None:
+                self._work.append((text, _ends_workers(event.sequence.request.request_id)))
+        self._is_paused = False
+        self._wake.set()
+
     # The loop.
 
     async def _run_guarded(self) -> None:
@@ -169,7 +186,7 @@ class StepLoop:
         while self._results:
             self._note_events(self._scheduler.apply(self._results.popleft()))
         self._note_events(self._scheduler.expire())
-        while (plan := self._scheduler.schedule()) is not None:
+        while not self._is_paused and (plan := self._scheduler.schedule()) is not None:
             self._note_plan(plan)
             await self._sink.send(plan)
         if self._work:
@@ -308,6 +325,16 @@ def _too_slow(live: LiveRequest) -> StepwireError:
         "CLIENT_TOO_SLOW",
         "the client leaves too much output untaken; read the stream, or ask for fewer sequences or log-probabilities",
         {"request_id": live.request.request_id, "output_tokens": str(live.num_output_tokens)},
+    )
+
+
+def _ends_workers(request_id: str) -> StepwireError:
+    """What ends a request that was in flight, each time, when its worker broke, at last alone."""
+    return StepwireError(
+        "REQUEST_ENDS_WORKERS",
+        "the worker broke three times with this request in flight, the last time with no other one: it is not tried "
+        "again; the scheduler's log has the worker's cause",
+        {"request_id": request_id},
     )
 
 

@@ -7,14 +7,16 @@ others are one. What the scheduler's core counts itself is read when it is asked
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from scheduler_service.core.plan import StepPlan
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.engine.causes import EpochEnd
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.ports import StepTimings
+from scheduler_service.engine.recovery import Epoch
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry import names
 from stepwire.telemetry.metrics import (
@@ -46,6 +48,8 @@ class EngineMetrics:
         self._common = {"gen_ai_provider_name": names.PROVIDER_STEPWIRE, "gen_ai_request_model": model}
         self._make_request_metrics(metrics)
         self._make_step_metrics(metrics)
+        self._make_epoch_metrics(metrics)
+        self._epoch_ended_at: float | None = None
         metrics.registry.register(_CoreCollector(scheduler, is_healthy))
 
     def request_ended(
@@ -92,6 +96,18 @@ class EngineMetrics:
         for part, duration_ns in zip(self._parts, inside, strict=False):
             part.observe(duration_ns / 1e9)
         self._parts[-1].observe(max(0.0, seconds - sum(inside[1:]) / 1e9))
+
+    def epoch_began(self, epoch: Epoch) -> None:
+        """See EpochObserver."""
+        self._epoch.set(epoch.number)
+        if self._epoch_ended_at is not None:
+            self._recovery_time.observe(time.monotonic() - self._epoch_ended_at)
+            self._epoch_ended_at = None
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        """See EpochObserver."""
+        self._epoch_ended_at = time.monotonic()
+        self._epoch_ends.labels(cause=end.root.kind.name.lower()).inc()
 
     def _make_request_metrics(self, metrics: Metrics) -> None:
         registry = metrics.registry
@@ -143,6 +159,19 @@ class EngineMetrics:
         )
         self._output_lengths = Histogram(
             names.METRIC_REQUEST_OUTPUT_TOKENS, "Output tokens of a request.", buckets=COUNT_BUCKETS, registry=registry
+        )
+
+    def _make_epoch_metrics(self, metrics: Metrics) -> None:
+        registry = metrics.registry
+        self._epoch = Gauge(names.METRIC_EPOCH, "The last epoch of the worker group that began.", registry=registry)
+        self._epoch_ends = Counter(
+            names.METRIC_EPOCH_ENDS, "Epochs that ended, by how a worker was lost.", ("cause",), registry=registry
+        )
+        self._recovery_time = Histogram(
+            names.METRIC_RECOVERY_TIME,
+            "From the end of an epoch to the beginning of the next.",
+            buckets=REQUEST_BUCKETS,
+            registry=registry,
         )
 
     def _make_step_metrics(self, metrics: Metrics) -> None:

@@ -21,7 +21,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """How a worker says it stands."""
+    """How a worker says it stands. `num_blocks`, `block_size` and `max_model_len` are its KV cache's, 0 without one."""
 
     phase: Phase
     epoch: int
@@ -29,6 +29,10 @@ class WorkerStatus:
     fingerprint: str
     host: str
     process_id: int
+    num_blocks: int = 0
+    block_size: int = 0
+    max_model_len: int = 0
+    scheduler_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""Walks workers through the phases of a start, all ranks at the same phase before the next begins."""
+"""Walks workers through the phases of a start, all ranks at the same phase before the next begins.
+
+A first start, the adoption of workers that run already and the start of a new epoch are one walk: what
+a worker holds is kept as far as it is of use.
+"""
 
 import asyncio
 import secrets
@@ -11,9 +15,11 @@ from typing import TypeVar
 import structlog
 from opentelemetry.trace import Status, StatusCode, Tracer
 
-from scheduler_service.engine.group import Rank, rank_failed
+from scheduler_service.engine.group import LOST_AFTER_S, fenced
 from scheduler_service.engine.ports import LoadSummary, MemoryReport, Phase, Place, WorkerPort, WorkerStatus
 from scheduler_service.engine.progress import ProgressReport, progress_report
+from scheduler_service.engine.ranks import Rank, rank_failed
+from scheduler_service.engine.supervision import Supervision, Unsupervised
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry import names
 
@@ -23,6 +29,7 @@ _NOT_YET_THERE = frozenset({"MODEL_NOT_READY", "DEADLINE_EXCEEDED"})
 
 _log = structlog.stdlib.get_logger(__name__)
 T = TypeVar("T")
+Hook = Callable[[Sequence[WorkerPort]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,49 +66,80 @@ class StartedGroup:
 
 
 class GroupStarter:
-    """Makes a group of workers ready, once."""
+    """Makes a group of workers ready, as often as asked; each time in a new epoch.
 
-    def __init__(self, ports: Sequence[WorkerPort], plan: StartPlan, tracer: Tracer) -> None:
+    `hooks` are called with the ports of all ranks once these are ready, before any sequence comes: whoever
+    keeps more on workers than weights and KV, such as adapters, brings it there again.
+    """
+
+    def __init__(
+        self, ports: Sequence[WorkerPort], plan: StartPlan, tracer: Tracer, *, supervision: Supervision | None = None
+    ) -> None:
+        self.hooks: list[Hook] = []
+        self.supervision = supervision or Unsupervised()
         self._ranks = [Rank(i, port) for i, port in enumerate(ports)]
         self._plan = plan
         self._tracer = tracer
         self._scheduler_id = secrets.token_hex(8)
         self._epoch = 0
+        self._num_blocks: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch begun; 0 before the first."""
+        return self._epoch
 
     async def start(self) -> StartedGroup:
-        """Walks all phases. Raises StepwireError naming phase, rank, address, cause and remedy."""
-        with self._span("connect"):
-            statuses = await self._each("connect", self._connect)
-        self._epoch = max(status.epoch for status in statuses) + 1
+        """Walks all phases. After the first start the number of KV blocks stays as it is.
+
+        Raises StepwireError naming phase, rank, address, cause and remedy; FENCED when another scheduler has taken
+        the workers over since the last start.
+        """
+        kept = Phase.CACHED
+        while True:
+            with self._span("connect"):
+                statuses = await self._each("connect", self._connect)
+            kept = min(kept, self._common_phase(statuses))
+            try:
+                return await self._walk(statuses, kept)
+            except StepwireError as error:
+                # An adopted worker holds something else after all, such as the same model in another dtype.
+                if error.reason != "WRONG_PHASE" or kept is Phase.INITIALISED:
+                    raise
+                kept = Phase(kept - 1)
+
+    async def _walk(self, statuses: Sequence[WorkerStatus], kept: Phase) -> StartedGroup:
+        self._epoch = max(self._epoch, *(status.epoch for status in statuses)) + 1
         async with self._phase("init_device"):
-            await self._each("init_device", lambda rank: self._init_device(rank, statuses[rank.rank]))
-        summaries = await self._load_all()
-        async with self._phase("determine_available_memory"):
-            memory = await self._each("determine_available_memory", self._measure)
-        self._plan = fit_context(self._plan, summaries, memory)
-        num_blocks = decide_num_blocks(self._plan, summaries, memory)
+            await self._each("init_device", lambda rank: self._init_device(rank, statuses[rank.rank], kept))
+        async with self._phase("load_model") as report:
+            summaries = await self._each("load_model", lambda rank: self._load(rank, report))
+        num_blocks = self._num_blocks
+        if num_blocks is None:
+            async with self._phase("determine_available_memory"):
+                memory = await self._each("determine_available_memory", self._measure)
+            self._plan = fit_context(self._plan, summaries, memory)
+            num_blocks = decide_num_blocks(self._plan, summaries, memory)
         async with self._phase("initialize_cache"):
             await self._each("initialize_cache", lambda rank: self._initialize_cache(rank, num_blocks))
         async with self._phase("warm_up") as report:
             await self._each("warm_up", lambda rank: self._warm_up(rank, report))
+        for hook in self.hooks:
+            await hook([rank.port for rank in self._ranks])
+        self._num_blocks = num_blocks
         return StartedGroup(self._ranks, self._epoch, num_blocks, self._plan.max_model_len, summaries[0])
 
-    async def _load_all(self) -> list[LoadSummary]:
-        try:
-            async with self._phase("load_model") as report:
-                return await self._each("load_model", lambda rank: self._load(rank, report))
-        except StepwireError as error:
-            if error.reason != "WRONG_PHASE":
-                raise
-        # An adopted worker holds other weights after all, such as the same model in another dtype.
-        self._epoch += 1
-        async with self._phase("reset"):
-            await self._each("reset", self._reset)
-        async with self._phase("load_model") as report:
-            return await self._each("load_model", lambda rank: self._load(rank, report))
-
-    async def _reset(self, rank: Rank) -> None:
-        await rank.port.reset(self._epoch, self._scheduler_id, Phase.INITIALISED)
+    def _common_phase(self, statuses: Sequence[WorkerStatus]) -> Phase:
+        """How far those ranks may be left that need not begin anew: no further than is right for all."""
+        plan = self._plan
+        if all(
+            status.phase >= Phase.CACHED
+            and (status.block_size, status.max_model_len) == (plan.block_size, plan.max_model_len)
+            and self._num_blocks in (None, status.num_blocks)
+            for status in statuses
+        ):
+            return Phase.CACHED
+        return Phase.LOADED
 
     async def _each(self, phase: str, action: Callable[[Rank], Awaitable[T]]) -> list[T]:
         """Does something on all ranks at once; the first rank that fails ends it."""
@@ -122,7 +160,9 @@ class GroupStarter:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _connect(self, rank: Rank) -> WorkerStatus:
-        deadline = time.monotonic() + self._plan.worker_timeout_s
+        began = time.monotonic()
+        deadline = began + self._plan.worker_timeout_s
+        is_known = rank.process_id != 0
         while True:
             try:
                 status = await rank.port.get_status(timeout_s=_STATUS_TIMEOUT_S)
@@ -136,18 +176,23 @@ class GroupStarter:
                         f"({error.message}); start one there, or name another address with --workers",
                         error.metadata,
                     ) from error
+                if is_known and time.monotonic() - began > LOST_AFTER_S:
+                    is_known = False
+                    self.supervision.replace(rank.port.address, rank.process_id)
                 await asyncio.sleep(_RETRY_EVERY_S)
                 continue
+            if status.epoch > self._epoch > 0:
+                raise fenced(status.epoch, status.scheduler_id)
             rank.host, rank.process_id = status.host, status.process_id
             return status
 
-    async def _init_device(self, rank: Rank, status: WorkerStatus) -> None:
+    async def _init_device(self, rank: Rank, status: WorkerStatus, kept: Phase) -> None:
         if status.phase > Phase.STARTING:
-            # A worker of an earlier scheduler: what it holds of our model is kept.
+            # A worker of an earlier epoch or scheduler: what it holds of our model is kept.
             is_loaded = status.phase >= Phase.LOADED and status.fingerprint == self._plan.fingerprint
-            to = Phase.LOADED if is_loaded else Phase.INITIALISED
-            await rank.port.reset(self._epoch, self._scheduler_id, to)
-            _log.info("worker_adopted", rank=rank.rank, address=rank.port.address, weights_kept=is_loaded)
+            to = kept if is_loaded else Phase.INITIALISED
+            phase = await rank.port.reset(self._epoch, self._scheduler_id, to)
+            _log.info("worker_adopted", rank=rank.rank, address=rank.port.address, kept=phase.name.lower())
             return
         place = Place(rank.rank, len(self._ranks), 0, 1)
         device = await rank.port.init_device(self._epoch, self._scheduler_id, place)

@@ -143,7 +143,7 @@ Event = Started | PromptLogprobs | Output | Finished
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model and how it stands. `state` is one of "starting", "ready", "draining", "failed"."""
+    """A model and how it stands. `state` is one of "starting", "ready", "recovering", "draining", "failed"."""
 
     name: str
     state: str

@@ -32,6 +32,7 @@ _STATES = {
     "ready": pb.MODEL_STATE_READY,
     "draining": pb.MODEL_STATE_DRAINING,
     "failed": pb.MODEL_STATE_FAILED,
+    "recovering": pb.MODEL_STATE_RECOVERING,
 }
 
 _OPTIONAL_SAMPLING = (

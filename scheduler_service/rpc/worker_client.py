@@ -38,6 +38,8 @@ _UNARY_TIMEOUT_S = 300.0
 _RESET_TIMEOUT_S = 60.0
 _LOAD_TIMEOUT_S = 24 * 3600.0
 _OPEN_TIMEOUT_S = 30.0
+# A worker that is started anew is waited for by everybody.
+_MAX_BACKOFF_MS = 150
 
 T = TypeVar("T")
 
@@ -48,7 +50,9 @@ class WorkerClient:
     def __init__(self, address: str, *, key: str | None, tracer: Tracer) -> None:
         self.address = address
         self._tracer = tracer
-        self._channel = create_channel(address, max_message_bytes=MAX_MESSAGE_BYTES, key=key)
+        self._channel = create_channel(
+            address, max_message_bytes=MAX_MESSAGE_BYTES, key=key, max_backoff_ms=_MAX_BACKOFF_MS
+        )
         self._stub = WorkerServiceStub(self._channel)
 
     async def get_status(self, *, timeout_s: float) -> WorkerStatus:
@@ -61,6 +65,10 @@ class WorkerClient:
             fingerprint=response.fingerprint,
             host=response.host,
             process_id=response.process_id,
+            num_blocks=response.block_count,
+            block_size=response.block_size,
+            max_model_len=response.max_model_len,
+            scheduler_id=response.scheduler_id,
         )
 
     async def init_device(self, epoch: int, scheduler_id: str, place: Place) -> Device:

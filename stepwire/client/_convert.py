@@ -33,6 +33,7 @@ _MODEL_STATES: Mapping[int, ModelState] = {
     inference_pb2.MODEL_STATE_READY: ModelState.READY,
     inference_pb2.MODEL_STATE_DRAINING: ModelState.DRAINING,
     inference_pb2.MODEL_STATE_FAILED: ModelState.FAILED,
+    inference_pb2.MODEL_STATE_RECOVERING: ModelState.RECOVERING,
 }
 _REQUEST_FIELDS = ("model", "request_id", "priority")
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))

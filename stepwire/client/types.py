@@ -115,6 +115,7 @@ class ModelState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+    RECOVERING = "recovering"
     UNKNOWN = "unknown"
 
 

@@ -13,13 +13,16 @@ import grpc
 Options = list[tuple[str, int]]
 
 
-def create_channel(target: str, *, max_message_bytes: int, key: str | None = None) -> grpc.aio.Channel:
+def create_channel(
+    target: str, *, max_message_bytes: int, key: str | None = None, max_backoff_ms: int = 1_000
+) -> grpc.aio.Channel:
     """A channel to "host:port", in the clear, that notices a dead peer within about 15 s.
 
-    `max_message_bytes` bounds messages in both directions; every call carries `key`, if given.
-    Calls are never retried. Connects at the first call. Needs a running event loop.
+    `max_message_bytes` bounds messages in both directions; every call carries `key`, if given. A peer that does not
+    answer is tried again, for later calls, after at most `max_backoff_ms`. Calls are never retried. Connects at the
+    first call. Needs a running event loop.
     """
-    channel = grpc.aio.insecure_channel(target, options=channel_options(max_message_bytes))
+    channel = grpc.aio.insecure_channel(target, options=channel_options(max_message_bytes, max_backoff_ms))
     return channel if key is None else _KeyedChannel(channel, key)
 
 
@@ -33,7 +36,7 @@ def key_metadata(key: str) -> tuple[str, str]:
     return ("authorization", f"Bearer {key}")
 
 
-def channel_options(max_message_bytes: int) -> Options:
+def channel_options(max_message_bytes: int, max_backoff_ms: int = 1_000) -> Options:
     """gRPC options of every Stepwire channel."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -44,7 +47,7 @@ def channel_options(max_message_bytes: int) -> Options:
         ("grpc.http2.max_pings_without_data", 0),
         # A peer that starts, or comes back, is found soon.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", max_backoff_ms),
         # Neither a proxy for the web nor a DNS record may come between a scheduler and its workers.
         ("grpc.enable_http_proxy", 0),
         ("grpc.service_config_disable_resolution", 1),

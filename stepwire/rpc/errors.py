@@ -53,6 +53,8 @@ _CODES: Mapping[str, grpc.StatusCode] = {
     "INTERNAL": grpc.StatusCode.INTERNAL,
     "STREAM_DISPLACED": grpc.StatusCode.ABORTED,
     "CLIENT_TOO_SLOW": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "REQUEST_ENDS_WORKERS": grpc.StatusCode.INTERNAL,
+    "FENCED": grpc.StatusCode.UNAVAILABLE,
 }
 
 

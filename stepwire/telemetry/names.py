@@ -40,6 +40,8 @@ SPAN_LOAD: Final = "load"
 
 # Spans of a start; each phase's span is named `startup.<phase>`.
 SPAN_STARTUP: Final = "startup"
+# The root of what follows the end of an epoch: the phases of the next are below it.
+SPAN_GROUP_RECOVERY: Final = "group_recovery"
 
 # Values of gen_ai.operation.name.
 OPERATION_TEXT_COMPLETION: Final = "text_completion"
@@ -148,6 +150,9 @@ METRIC_WORKER_SEQUENCES: Final = "stepwire_worker_sequences"
 METRIC_WORKER_MEMORY: Final = "stepwire_worker_memory_bytes"
 METRIC_WORKER_LOAD_TIME: Final = "stepwire_worker_load_seconds"
 METRIC_WORKER_STEP_PARTS: Final = "stepwire_worker_step_part_seconds"
+METRIC_EPOCH: Final = "stepwire_epoch"
+METRIC_EPOCH_ENDS: Final = "stepwire_epoch_ends_total"
+METRIC_RECOVERY_TIME: Final = "stepwire_recovery_seconds"
 METRIC_LOOP_LAG: Final = "stepwire_event_loop_lag_seconds"
 METRIC_SPANS_EXPORTED: Final = "stepwire_spans_exported_total"
 METRIC_SPANS_DROPPED: Final = "stepwire_spans_dropped_total"

@@ -82,6 +82,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A newer step stream of the same epoch took this one's place. ABORTED."""
     ERROR_REASON_CLIENT_TOO_SLOW: _ErrorReason.ValueType  # 29
     """The client left more output untaken than may wait for it. RESOURCE_EXHAUSTED."""
+    ERROR_REASON_REQUEST_ENDS_WORKERS: _ErrorReason.ValueType  # 42
+    """The request ended its worker each time that it ran, at last alone: it is not tried again. INTERNAL."""
+    ERROR_REASON_FENCED: _ErrorReason.ValueType  # 43
+    """Another scheduler has taken the workers over; this one serves no more. UNAVAILABLE."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. Every failed call carries exactly one google.rpc.ErrorInfo
@@ -150,4 +154,8 @@ ERROR_REASON_STREAM_DISPLACED: ErrorReason.ValueType  # 28
 """A newer step stream of the same epoch took this one's place. ABORTED."""
 ERROR_REASON_CLIENT_TOO_SLOW: ErrorReason.ValueType  # 29
 """The client left more output untaken than may wait for it. RESOURCE_EXHAUSTED."""
+ERROR_REASON_REQUEST_ENDS_WORKERS: ErrorReason.ValueType  # 42
+"""The request ended its worker each time that it ran, at last alone: it is not tried again. INTERNAL."""
+ERROR_REASON_FENCED: ErrorReason.ValueType  # 43
+"""Another scheduler has taken the workers over; this one serves no more. UNAVAILABLE."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

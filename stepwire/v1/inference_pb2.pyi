@@ -61,6 +61,8 @@ class _ModelStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelState
     """Requests that run are finished, no new ones are taken."""
     MODEL_STATE_FAILED: _ModelState.ValueType  # 4
     """Workers failed; the log and GetModel's callers' errors say why."""
+    MODEL_STATE_RECOVERING: _ModelState.ValueType  # 5
+    """A worker was lost: its group is made ready again. Requests are taken, and wait; those that run pause."""
 
 class ModelState(_ModelState, metaclass=_ModelStateEnumTypeWrapper):
     """How a model stands."""
@@ -75,6 +77,8 @@ MODEL_STATE_DRAINING: ModelState.ValueType  # 3
 """Requests that run are finished, no new ones are taken."""
 MODEL_STATE_FAILED: ModelState.ValueType  # 4
 """Workers failed; the log and GetModel's callers' errors say why."""
+MODEL_STATE_RECOVERING: ModelState.ValueType  # 5
+"""A worker was lost: its group is made ready again. Requests are taken, and wait; those that run pause."""
 Global___ModelState: _TypeAlias = ModelState  # noqa: Y015
 
 @_typing.final

@@ -1096,6 +1096,10 @@ class GetStatusResponse(_message.Message):
     SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    SCHEDULER_ID_FIELD_NUMBER: _builtins.int
     phase: Global___Phase.ValueType
     """Its phase."""
     epoch: _builtins.int
@@ -1114,6 +1118,14 @@ class GetStatusResponse(_message.Message):
     """Its host name."""
     process_id: _builtins.int
     """Its process id."""
+    block_count: _builtins.int
+    """KV blocks that it holds; 0 for none."""
+    block_size: _builtins.int
+    """Positions of one of them."""
+    max_model_len: _builtins.int
+    """Most tokens of prompt and output together that its KV cache was made for."""
+    scheduler_id: _builtins.str
+    """Who owns its epoch; empty before InitDevice."""
     def __init__(
         self,
         *,
@@ -1126,10 +1138,14 @@ class GetStatusResponse(_message.Message):
         sequence_count: _builtins.int = ...,
         host: _builtins.str = ...,
         process_id: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        max_model_len: _builtins.int = ...,
+        scheduler_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "epoch", b"epoch", "fingerprint", b"fingerprint", "host", b"host", "last_step_id", b"last_step_id", "phase", b"phase", "process_id", b"process_id", "sequence_count", b"sequence_count", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "cache_bytes", b"cache_bytes", "epoch", b"epoch", "fingerprint", b"fingerprint", "host", b"host", "last_step_id", b"last_step_id", "max_model_len", b"max_model_len", "phase", b"phase", "process_id", b"process_id", "scheduler_id", b"scheduler_id", "sequence_count", b"sequence_count", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

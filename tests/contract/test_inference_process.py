@@ -161,10 +161,10 @@ async def test_a_second_signal_ends_it_at_once(checkpoint: Path, worker: FakeWor
             await running
 
 
-async def test_a_lost_worker_ends_it_with_status_3_and_one_error_line(
+async def test_a_worker_that_does_not_come_back_ends_it_with_status_3_and_one_error_line(
     checkpoint: Path, worker: FakeWorkerServer
 ) -> None:
-    async with scheduler(checkpoint, worker.address) as process:
+    async with scheduler(checkpoint, worker.address, worker_timeout=0.5, restart_budget=1) as process:
         await process.connect()
         await process.line_with('"ready"')
         worker.worker.step_delay_s = 0.01
@@ -178,6 +178,20 @@ async def test_a_lost_worker_ends_it_with_status_3_and_one_error_line(
         errors = [line for line in process.lines if '"level": "error"' in line]
         assert len(errors) == 1
         assert "fakehost" in errors[0]
+        (plain,) = [line for line in process.lines if not line.startswith("{")]
+        assert plain.startswith("stepwire scheduler: the workers were lost")
+        assert "no worker answers" in plain
+
+
+async def test_a_scheduler_whose_worker_is_taken_ends_with_status_4(checkpoint: Path, worker: FakeWorkerServer) -> None:
+    async with scheduler(checkpoint, worker.address) as older:
+        await older.line_with('"ready"')
+        async with scheduler(checkpoint, worker.address) as newer:
+            await newer.connect()
+            await newer.line_with('"ready"')
+            assert await older.ended() == 4
+            assert any("another scheduler" in line for line in older.lines if not line.startswith("{"))
+            assert await newer.health() == SERVING
 
 
 async def _cannot_start(model: Path | str, worker: str, **settings: Any) -> str:

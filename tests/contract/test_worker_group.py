@@ -1,7 +1,6 @@
 """A group of workers: walked to readiness, adopted, refused, and lost."""
 
 import asyncio
-import time
 from typing import Any
 
 import grpc
@@ -52,6 +51,24 @@ async def test_an_adopted_worker_keeps_the_weights_of_our_model(server: FakeWork
     assert (started.epoch, started.summary.already_loaded) == (2, True)
 
 
+@pytest.mark.parametrize(("changes", "kept"), [({}, "cached"), ({"block_size": 8}, "loaded")])
+async def test_an_adopted_worker_keeps_a_cache_that_is_the_one_wanted(
+    server: FakeWorkerServer, changes: dict[str, Any], kept: str
+) -> None:
+    await start(server)
+    phases: list[int] = []
+    server.worker.before = lambda method: phases.append(server.worker.phase) if method == "InitializeCache" else None
+    await start(server, **changes)
+    assert phases == [getattr(worker_pb2, f"PHASE_{kept.upper()}")]
+
+
+async def test_an_adopted_worker_that_was_measured_for_other_steps_is_measured_again(server: FakeWorkerServer) -> None:
+    await start(server)
+    started = await start(server, max_step_tokens=128)
+    assert (started.epoch, started.summary.already_loaded) == (3, True)
+    assert server.worker.measured == (128, 8)
+
+
 async def test_an_adopted_worker_drops_the_weights_of_another_model(server: FakeWorkerServer) -> None:
     await start(server)
     server.worker.fingerprint = "another"
@@ -61,6 +78,7 @@ async def test_an_adopted_worker_drops_the_weights_of_another_model(server: Fake
 
 async def test_a_worker_that_holds_another_type_of_weights_is_taken_further_back(server: FakeWorkerServer) -> None:
     await start(server)
+    server.worker.max_model_len = 0
 
     def refuse_once(method: str) -> None:
         if method == "LoadModel" and server.worker.phase == Phase.LOADED:
@@ -181,64 +199,6 @@ def test_the_rank_with_least_memory_decides() -> None:
     summaries = [LoadSummary("f", "a", 0, "float32", size, 320, 512, False, 0.0) for size in (64, 128)]
     memory = [MemoryReport(64 * 16 * 200, 0, 0, 0), MemoryReport(128 * 16 * 100, 0, 0, 0)]
     assert decide_num_blocks(start_plan(), summaries, memory) == 100
-
-
-async def test_a_worker_that_dies_ends_every_request_with_the_cause_within_a_second() -> None:
-    async with running_scheduler() as scheduler:
-        scheduler.worker.step_delay_s = 0.01
-        tasks = [asyncio.create_task(scheduler.error_of(text="x")) for _ in range(3)]
-        await until(lambda: scheduler.engine.model_info().num_running == 3)
-        assert scheduler.engine.is_healthy
-        killed_at = time.monotonic()
-        await scheduler.worker_server.kill()
-        errors = await asyncio.wait_for(asyncio.gather(*tasks), 5)
-        assert time.monotonic() - killed_at < 1
-        for error in errors:
-            assert (error.reason, error.code) == ("WORKER_FAILED", grpc.StatusCode.UNAVAILABLE)
-            assert error.metadata["rank"] == "0"
-            assert error.metadata["host"] == "fakehost"
-            assert error.metadata["address"] == scheduler.worker_server.address
-        assert not scheduler.engine.is_healthy
-        assert scheduler.engine.failed.result().reason == "WORKER_FAILED"
-        assert (await scheduler.error_of(text="x")).reason == "WORKER_FAILED"
-        assert scheduler.engine.model_info().state == "failed"
-
-
-async def test_a_step_that_fails_on_the_worker_passes_its_cause_on() -> None:
-    async with running_scheduler() as scheduler:
-        scheduler.worker.failures["step 4"] = StepwireError("OUT_OF_MEMORY", "the device is full", {"needed": "7"})
-        error = await scheduler.error_of(text="x")
-        assert error.reason == "WORKER_FAILED"
-        assert "the device is full" in error.message
-        assert error.metadata | {"cause_reason": "OUT_OF_MEMORY", "needed": "7"} == error.metadata
-
-
-async def test_a_step_that_hangs_fails_the_group() -> None:
-    async with running_scheduler(step_timeout_s=0.5) as scheduler:
-        scheduler.worker.gate.clear()
-        error = await asyncio.wait_for(scheduler.error_of(text="x"), 5)
-        assert error.reason == "WORKER_FAILED"
-        assert "step_timeout" in error.message
-
-
-async def test_a_silent_worker_fails_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_service.engine.group.LOST_AFTER_S", 0.4)
-    monkeypatch.setattr("scheduler_service.engine.group.HEARTBEAT_EVERY_S", 0.1)
-    async with running_scheduler() as scheduler:
-        scheduler.worker.gate.clear()
-        task = asyncio.create_task(scheduler.error_of(text="x"))
-        await until(lambda: scheduler.engine.model_info().num_running == 1)
-        scheduler.worker.is_mute = True
-        error = await asyncio.wait_for(task, 5)
-        assert "no sign of life" in error.message
-
-
-async def test_a_worker_taken_by_another_scheduler_fails_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_service.engine.group.HEARTBEAT_EVERY_S", 0.05)
-    async with running_scheduler() as scheduler:
-        scheduler.worker.epoch += 1
-        error = await asyncio.wait_for(scheduler.engine.failed, 5)
-        assert "another scheduler" in error.message
 
 
 async def test_a_drain_lets_running_requests_end_and_takes_no_new_ones() -> None:

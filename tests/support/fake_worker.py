@@ -83,8 +83,8 @@ class FakeWorker:
     """The worker's behaviour; the fields below the blank line are what tests turn.
 
     `scripts` gives a request's output tokens, `failures` the error of an RPC or, as "step 3", of a
-    step; `sequence_failures` the requests whose sequences fail at once. `before` is called with the
-    name of every RPC.
+    step; `sequence_failures` the requests whose sequences fail at once,
+    `step_failures` those whose steps fail whole. `before` is called with the name of every RPC.
     """
 
     choices: Sequence[int]
@@ -94,10 +94,12 @@ class FakeWorker:
     max_position_count: int = 512
     fingerprint: str = "fake"
     architecture: str = "LlamaForCausalLM"
+    process_id: int = 4711
 
     scripts: dict[str, list[int]] = field(default_factory=dict)
     failures: dict[str, StepwireError] = field(default_factory=dict)
     sequence_failures: dict[str, str] = field(default_factory=dict)
+    step_failures: dict[str, StepwireError] = field(default_factory=dict)
     step_delay_s: float = 0.0
     load_delay_s: float = 0.0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,7 +107,9 @@ class FakeWorker:
     before: Callable[[str], None] | None = None
 
     epoch: int = 0
+    scheduler_id: str = ""
     phase: int = pb.PHASE_STARTING
+    measured: tuple[int, int] = (0, 0)
     num_blocks: int = 0
     block_size: int = 0
     max_model_len: int = 0
@@ -119,6 +123,14 @@ class FakeWorker:
     def __post_init__(self) -> None:
         self.gate.set()
 
+    def forget(self) -> None:
+        """What is left in a new process: nothing. What tests turn stays."""
+        self.epoch = self.num_blocks = self.block_size = self.max_model_len = self.last_step_id = 0
+        self.scheduler_id, self.phase, self.measured = "", pb.PHASE_STARTING, (0, 0)
+        self.process_id += 1
+        self.sequences.clear()
+        self.slots.clear()
+
     def execute(self, step: pb.Step) -> pb.StepResult:
         """Runs a step. Raises StepwireError STATE_MISMATCH for one that no correct scheduler sends."""
         _require(step.step_id == self.last_step_id + 1, f"step {step.step_id} after {self.last_step_id}")
@@ -129,6 +141,9 @@ class FakeWorker:
             del self.sequences[sequence_id]
         self._take_columns(step)
         self._check_owners(dict(zip(step.sequence_ids, step.scheduled_token_counts, strict=True)))
+        for sequence_id in step.sequence_ids:
+            if (failure := self.step_failures.get(self.sequences[sequence_id].new.request_id)) is not None:
+                raise failure
         result = pb.StepResult(epoch=self.epoch, step_id=step.step_id)
         for sequence_id, num in zip(step.sequence_ids, step.scheduled_token_counts, strict=True):
             self._advance(self.sequences[sequence_id], num, result)
@@ -263,15 +278,20 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             fingerprint=worker.fingerprint if worker.phase >= pb.PHASE_LOADED else "",
             sequence_count=len(worker.sequences),
             host="fakehost",
-            process_id=4711,
+            process_id=worker.process_id,
+            block_count=worker.num_blocks,
+            block_size=worker.block_size,
+            max_model_len=worker.max_model_len,
+            scheduler_id=worker.scheduler_id,
         )
 
     async def InitDevice(self, request: pb.InitDeviceRequest, context: Any) -> pb.InitDeviceResponse:
         self._enter("InitDevice", context)
         self._need("InitDevice", pb.PHASE_STARTING)
-        self._begin_epoch(request.epoch)
+        self._begin_epoch(request.epoch, request.scheduler_id)
         self._worker.phase = pb.PHASE_INITIALISED
-        return pb.InitDeviceResponse(device="cpu", device_name="fake", host="fakehost", process_id=4711)
+        process_id = self._worker.process_id
+        return pb.InitDeviceResponse(device="cpu", device_name="fake", host="fakehost", process_id=process_id)
 
     async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> AsyncIterator[pb.LoadModelResponse]:
         worker = self._worker
@@ -306,7 +326,10 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> pb.DetermineAvailableMemoryResponse:
         worker = self._worker
         self._enter("DetermineAvailableMemory", context, request.epoch)
-        self._need("DetermineAvailableMemory", pb.PHASE_LOADED)
+        asked = request.max_step_token_count, request.max_sequence_count
+        if worker.phase == pb.PHASE_LOADED or worker.measured != asked:
+            self._need("DetermineAvailableMemory", pb.PHASE_LOADED)
+        worker.measured = asked
         return pb.DetermineAvailableMemoryResponse(
             available_bytes=worker.available_blocks * worker.kv_bytes_per_token * 16, limit_bytes=1 << 40
         )
@@ -314,6 +337,9 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def InitializeCache(self, request: pb.InitializeCacheRequest, context: Any) -> pb.InitializeCacheResponse:
         worker = self._worker
         self._enter("InitializeCache", context, request.epoch)
+        asked = request.block_count, request.block_size, request.max_model_len
+        if worker.phase >= pb.PHASE_CACHED and (worker.num_blocks, worker.block_size, worker.max_model_len) == asked:
+            return pb.InitializeCacheResponse(cache_bytes=request.block_count * request.block_size)
         self._need("InitializeCache", pb.PHASE_LOADED)
         worker.num_blocks, worker.block_size = request.block_count, request.block_size
         worker.max_model_len = request.max_model_len
@@ -329,8 +355,10 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Reset(self, request: pb.ResetRequest, context: Any) -> pb.ResetResponse:
         self._enter("Reset", context)
-        self._begin_epoch(request.epoch)
+        self._begin_epoch(request.epoch, request.scheduler_id)
         self._worker.phase = min(self._worker.phase, request.to)
+        if self._worker.phase < pb.PHASE_CACHED:
+            self._worker.num_blocks = self._worker.block_size = self._worker.max_model_len = 0
         return pb.ResetResponse(phase=self._worker.phase)  # type: ignore[arg-type]
 
     async def ExecuteModel(
@@ -353,11 +381,11 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise StepwireError("STALE_EPOCH", f"in epoch {worker.epoch}, step carries {request.step.epoch}")
             yield pb.ExecuteModelResponse(result=worker.execute(request.step))
 
-    def _begin_epoch(self, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int, scheduler_id: str) -> None:
         worker = self._worker
         if epoch <= worker.epoch:
             raise StepwireError("STALE_EPOCH", f"in epoch {worker.epoch}, asked for {epoch}")
-        worker.epoch, worker.last_step_id = epoch, 0
+        worker.epoch, worker.scheduler_id, worker.last_step_id = epoch, scheduler_id, 0
         worker.sequences.clear()
         worker.slots.clear()
 
@@ -390,6 +418,12 @@ class FakeWorkerServer:
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
+
+    async def replace(self) -> None:
+        """Kills the worker and starts another one in its place, which knows nothing."""
+        await self.kill()
+        self.worker.forget()
+        await self.start()
 
 
 def _require(is_true: bool, problem: str) -> None:

@@ -1,7 +1,7 @@
 """A scheduler's service in the test's event loop, on a fake worker and a tiny tokenizer."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,9 @@ from tokenizers import Tokenizer
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.engine import Engine, ServedModel
+from scheduler_service.engine.recovery import EpochObserver, LifePlan
 from scheduler_service.engine.start import GroupStarter, StartPlan
+from scheduler_service.engine.supervision import Supervision
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.tokens import Tokens
@@ -44,6 +46,7 @@ class RunningScheduler:
     tokenizer: Tokenizer
     address: str
     metrics: Metrics
+    starter: GroupStarter
 
     async def generate(self, timeout: float | None = 20.0, **fields: Any) -> list[pb.GenerateResponse]:
         """All messages of one call. Raises StepwireError."""
@@ -91,6 +94,9 @@ async def running_scheduler(
     chat_template: str | None = CHAT_TEMPLATE,
     step_timeout_s: float = 30.0,
     max_queued_requests: int = 1024,
+    restart_budget: int = 3,
+    supervision: Supervision | None = None,
+    observers: Sequence[EpochObserver] = (),
     tenants: TenantRules | None = None,
     admin_key: str | None = None,
     **plan_changes: Any,
@@ -115,7 +121,8 @@ async def running_scheduler(
     channel = create_channel(address, max_message_bytes=64 << 20)
     plan = start_plan(**plan_changes)
     try:
-        started = await GroupStarter([client], plan, tracer).start()
+        starter = GroupStarter([client], plan, tracer, supervision=supervision)
+        started = await starter.start()
         model = ServedModel(
             architecture=plan.architecture,
             vocab_size=plan.vocab_size,
@@ -132,9 +139,9 @@ async def running_scheduler(
             max_queued_requests=max_queued_requests,
             tenant_weights={} if tenants is None else tenants.weights,
         )
-        await engine.begin(model, started, config, step_timeout_s=step_timeout_s)
+        await engine.begin(model, started, config, LifePlan(starter, step_timeout_s, restart_budget, observers))
         stub = InferenceServiceStub(channel)
-        yield RunningScheduler(engine, stub, worker, worker_server, tokenizer, address, metrics)
+        yield RunningScheduler(engine, stub, worker, worker_server, tokenizer, address, metrics, starter)
     finally:
         await channel.close()
         await server.stop(None)

@@ -183,6 +183,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 sequence_count=0 if runtime is None else runtime.num_sequences,
                 host=self._host,
                 process_id=os.getpid(),
+                block_count=0 if state.cached is None else state.cached.num_blocks,
+                block_size=0 if state.cached is None else state.cached.block_size,
+                max_model_len=0 if state.cached is None else state.cached.max_model_len,
+                scheduler_id=state.scheduler_id,
             )
 
     @contextmanager

@@ -1,0 +1,44 @@
+"""What whoever started the workers knows of them, and does for the scheduler: the supervisor, where there is one."""
+
+import signal
+from dataclasses import dataclass
+from typing import Protocol
+
+_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# How a worker ends that was told to, at a second signal by 128 + its number; 4 is one that no scheduler wanted.
+_TOLD = frozenset({0, 4, *(-number for number in _SIGNALS), *(128 + number for number in _SIGNALS)})
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """How a process ended: its exit status, negative for a signal, and a line that says so for people."""
+
+    status: int
+    text: str
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether it ended by what happened inside it, and not because somebody ended it."""
+        return self.status not in _TOLD
+
+
+class Supervision(Protocol):
+    """The parent of the workers, as the scheduler sees it. Workers are named by their address."""
+
+    async def end_of(self, address: str, process_id: int, timeout_s: float) -> ProcessEnd | None:
+        """How this process ended, waiting so long to be told; None when nobody tells, or it runs."""
+
+    def replace(self, address: str, process_id: int) -> None:
+        """Asks for another process in place of this one, which does not answer. Harmless when it has ended."""
+
+
+class Unsupervised:
+    """Workers that somebody else looks after, such as Kubernetes: nothing is known of their ends."""
+
+    async def end_of(self, address: str, process_id: int, timeout_s: float) -> ProcessEnd | None:
+        """Nobody tells."""
+        del address, process_id, timeout_s
+        return None
+
+    def replace(self, address: str, process_id: int) -> None:
+        """Nobody listens."""
