@@ -59,10 +59,19 @@ class StepwireServer:
         self._process.wait(_END_TIMEOUT_S)
 
     @property
+    def pids(self) -> list[int]:
+        """Its processes: the supervisor and its children."""
+        return [self._process.pid, *_children(self._process.pid)]
+
+    @property
+    def worker_pid(self) -> int:
+        """The process id of its one worker."""
+        return next(pid for pid in _children(self._process.pid) if b"\0worker\0" in _command_line(pid))
+
+    @property
     def cpu_seconds(self) -> float:
         """User and system time of all its processes."""
-        pids = [self._process.pid, *_children(self._process.pid)]
-        return sum(_cpu_ticks(pid) for pid in pids) / os.sysconf("SC_CLK_TCK")
+        return sum(_cpu_ticks(pid) for pid in self.pids) / os.sysconf("SC_CLK_TCK")
 
     async def _wait_ready(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_S
@@ -102,6 +111,10 @@ async def _client(target: str) -> AsyncClient:
 
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _cpu_ticks(pid: int) -> int:

@@ -40,6 +40,7 @@ from scheduler_service.engine.values import (
     TextPrompt,
     TokenPrompt,
 )
+from stepwire.rpc.deadlines import has_passed
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry import names
 from stepwire.telemetry.metrics import Metrics
@@ -258,7 +259,9 @@ class Engine:
             error = raised
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            if call.deadline_s is not None and time.monotonic() - arrival >= call.deadline_s:
+            if call.deadline_s is not None and has_passed(
+                call.deadline_s, call.deadline_s - (time.monotonic() - arrival)
+            ):
                 error = StepwireError("DEADLINE_EXCEEDED", "the deadline passed before the request was finished")
             raise
         except Exception as defect:

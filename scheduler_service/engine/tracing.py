@@ -16,7 +16,7 @@ from scheduler_service.engine.step_tracing import EpochTotals, StepTracing
 from scheduler_service.engine.values import Sampling
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry import names
-from stepwire.telemetry.trace import context_of, record_span, traceparent
+from stepwire.telemetry.trace import context_of, current_span, record_span, started_ns, traceparent
 
 # Steps that a request's span links to; of a long request the first ones.
 _MAX_STEP_LINKS = 64
@@ -45,7 +45,8 @@ class RequestTrace:
     def __init__(self, tracing: StepTracing, operation: str, model: str, request_id: str) -> None:
         self._tracing = tracing
         self._tracer = tracing.tracer
-        self._arrival_ns = time.time_ns()
+        # The request arrives with its call.
+        self._arrival_ns = started_ns(current_span())
         self._part = names.SPAN_QUEUE
         self._part_since_ns = self._arrival_ns
         self._running: set[int] = set()

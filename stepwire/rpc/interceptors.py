@@ -22,6 +22,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, TracerProvider
 
+from stepwire.rpc.deadlines import has_passed
 from stepwire.rpc.errors import STATUS_DETAILS_KEY, StepwireError, invalid_message, to_status
 from stepwire.telemetry import names
 from stepwire.telemetry.trace import context_from_metadata, current_span, end_rpc_span, get_tracer, traceparent
@@ -32,10 +33,6 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]"
 
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
-
-# gRPC rounds a deadline up by as much as 1 % on its way, so the client's passes this much before ours.
-_DEADLINE_SLACK = 0.011
-_DEADLINE_SLACK_S = 0.02
 
 _CODE_OF_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -231,7 +228,7 @@ def _status_set(context: Any) -> tuple[grpc.StatusCode, str]:
 def _why_ended(timeout_s: float | None, remaining_s: float | None) -> grpc.StatusCode:
     if timeout_s is None or remaining_s is None:
         return grpc.StatusCode.CANCELLED
-    is_late = remaining_s <= timeout_s * _DEADLINE_SLACK + _DEADLINE_SLACK_S
+    is_late = has_passed(timeout_s, remaining_s)
     return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
 
 

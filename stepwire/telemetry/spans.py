@@ -85,6 +85,11 @@ class RecordedSpan(Span):
         self.status = StatusCode.UNSET
         self.status_message = ""
 
+    @property
+    def start_time(self) -> int:
+        """When it began, as the SDK's spans have it."""
+        return self.start_ns
+
     def get_span_context(self) -> SpanContext:
         """See the API."""
         return self.context

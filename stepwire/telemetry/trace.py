@@ -4,6 +4,7 @@ Only W3C `traceparent` and `tracestate` are understood. Baggage is dropped: noth
 and it is a way to make a service carry a stranger's bytes.
 """
 
+import time
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,11 @@ def current_span() -> Span:
 def current_span_context() -> SpanContext:
     """The context of `current_span()`; not `is_valid` when there is none."""
     return trace.get_current_span().get_span_context()
+
+
+def started_ns(span: Span) -> int:
+    """When a recorded span began, in nanoseconds since the Unix epoch; now for one that is not recorded."""
+    return getattr(span, "start_time", None) or time.time_ns()
 
 
 def traceparent(span: Span | SpanContext, *, if_sampled: bool = False) -> str:

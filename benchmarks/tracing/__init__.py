@@ -1,0 +1,1 @@
+"""The load of benchmarks.trace_complete, and what it is held against."""
