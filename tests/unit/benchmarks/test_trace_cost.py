@@ -1,0 +1,28 @@
+"""The statistics of trace_cost."""
+
+import random
+import time
+from statistics import mean
+
+from benchmarks.trace_cost import lower_bound
+
+
+def test_the_bound_lies_below_the_mean_and_comes_closer_with_more_pairs() -> None:
+    rng = random.Random(0)
+    ratios = [rng.gauss(0.99, 0.02) for _ in range(24)]
+    assert lower_bound(ratios[:6]) < lower_bound(ratios) < mean(ratios)
+    assert lower_bound([0.98] * 20) == 0.98
+    assert lower_bound([1.0]) == 0.0
+
+
+def test_the_truth_is_below_the_bound_in_about_one_of_twenty() -> None:
+    rng = random.Random(1)
+    misses = sum(lower_bound([rng.gauss(0.98, 0.03) for _ in range(20)]) > 0.98 for _ in range(1000))
+    assert 25 <= misses <= 75
+
+
+def test_the_clock_of_another_process_is_its_processor_time() -> None:
+    import os
+
+    mine = time.clock_gettime((~os.getpid() << 3) | 2)
+    assert 0 <= time.process_time() - mine < 0.5
