@@ -76,7 +76,7 @@ def change(name: str, **fields: Any) -> Callable[[Spans], Any]:
         (change("server", attributes={names.RPC_STATUS: "UNKNOWN"}), "complete"),
         (change("request", is_error=True), "complete"),
         (drop("queue"), "sum"),
-        (change("decode", end_ns=97 * MS + MS // 2), "sum"),
+        (change("decode", end_ns=96 * MS), "sum"),
         (drop("attempt1"), "attempts"),
         (drop("attempt2"), "attempts"),
         (lambda spans: spans.update(x=replace(spans["attempt2"], span_id="x")), "attempts"),
