@@ -85,7 +85,10 @@ class BlockManager:
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks to allocate before `num_tokens` more tokens can be computed; may be negative."""
-        return -(-(sequence.computed + num_tokens) // self._block_size) - len(sequence.block_ids)
+        reach = sequence.computed + num_tokens
+        if sequence.possible:
+            reach = min(reach + sequence.possible, sequence.kv_limit)
+        return -(-reach // self._block_size) - len(sequence.block_ids)
 
     def grow(self, sequence: Sequence, num_blocks: int) -> list[int]:
         """Allocates blocks at the end of a sequence's table. Raises ValueError when too few are free."""

@@ -12,11 +12,13 @@ class LiveSequences:
 
     `by_id` is for look-ups only. `held_back` are the siblings of a request's first sequence, by its
     id: they wait outside the queue until the prompt blocks that they will share are computed.
+    `num_speculating` counts the sequences that may draft.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[int, Sequence] = {}
         self.held_back: dict[int, list[Sequence]] = {}
+        self.num_speculating = 0
         self._of_request: dict[str, list[Sequence]] = {}
         self._next_id = 1
 
@@ -46,6 +48,8 @@ class LiveSequences:
         ]
         self._of_request[request.request_id] = list(sequences)
         self.by_id.update((sequence.sequence_id, sequence) for sequence in sequences)
+        if request.max_draft_tokens:
+            self.num_speculating += request.n
         if request.n > 1:
             self.held_back[sequences[0].sequence_id] = sequences[1:]
         return sequences
@@ -53,6 +57,8 @@ class LiveSequences:
     def remove(self, sequence: Sequence) -> None:
         """Takes out a sequence that has ended and is not held back."""
         del self.by_id[sequence.sequence_id]
+        if sequence.request.max_draft_tokens:
+            self.num_speculating -= 1
         rest = self._of_request[sequence.request.request_id]
         rest.remove(sequence)
         if not rest:

@@ -22,8 +22,10 @@ class NewSequence:
 class StepPlan:
     """What a step is to do. Entry i of each column belongs to `sequences[i]`.
 
-    Of the workers' concern is neither `sent_at`, on the scheduler's clock, nor `leaders`, which
-    have had their last shared prompt block planned.
+    `draft_counts` is how many draft tokens may be verified beside, by sequence id, of those that
+    speculate; `applied_step_id` the last step applied before. Of the workers' concern is neither
+    `sent_at`, on the scheduler's clock, nor `leaders`, which have had their last shared prompt
+    block planned.
     """
 
     step_id: int
@@ -38,10 +40,12 @@ class StepPlan:
     leaders: list[Sequence] = field(default_factory=list)
     finished_sequence_ids: list[int] = field(default_factory=list)
     preempted_sequence_ids: list[int] = field(default_factory=list)
+    draft_counts: dict[int, int] = field(default_factory=dict)
+    applied_step_id: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Tokens that the step computes, drafts not counted."""
         return sum(self.scheduled_token_counts)
 
     @property
@@ -63,6 +67,8 @@ class StepResult:
     """What a worker answered to a step. `logprobs` values are carried through untouched.
 
     `prompt_logprobs` are parts of prompts by sequence id, those of one sequence in order.
+    `accepted` holds the tokens, with their log-probabilities, that come before the one in
+    `token_ids` of sequences whose drafts were right; `num_draft_tokens` is how many were tried.
     """
 
     step_id: int
@@ -72,6 +78,8 @@ class StepResult:
     logprobs: Mapping[int, object] = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
     prompt_logprobs: ReadOnlyList[tuple[int, PromptLogprobs]] = ()
+    accepted: Mapping[int, ReadOnlyList[tuple[int, object]]] = field(default_factory=dict)
+    num_draft_tokens: int = 0
 
 
 class TokenEvent(NamedTuple):

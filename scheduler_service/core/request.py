@@ -34,7 +34,8 @@ class Request:
     `sampling` and `trace` are carried to the worker untouched: the core never looks inside.
     `max_tokens` is the most output tokens of each sequence, the context's end included.
     `deadline` is on the scheduler's clock, in seconds. With `scores_prompt` the first sequence
-    tells how likely each token of the prompt is.
+    tells how likely each token of the prompt is. `max_draft_tokens` is the most that a step may
+    verify of each sequence; 0 for no speculation.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Request:
     sampling: object = None
     trace: str = ""
     scores_prompt: bool = False
+    max_draft_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -57,9 +59,10 @@ class Sequence:
 
     `token_ids` are the prompt and the applied output. `computed` counts tokens whose KV is
     written by the steps sent so far; `pending` counts tokens sampled by steps sent and not yet
-    applied, which the worker already has and this process has not. `kv_limit` counts the tokens
-    whose KV is ever needed: all but the last one of output. `scored` counts the prompt tokens whose
-    log-probability is known or not wanted; the first has none. `published` counts its blocks that
+    applied, which the worker already has and this process has not; `possible` counts those that
+    drafts in these steps may bring on top. `kv_limit` counts the tokens whose KV is ever needed: all
+    but the last one of output. `scored` counts the prompt tokens whose log-probability is known or
+    not wanted; the first has none. `published` counts its blocks that
     were offered to the prefix cache, `target_blocks` those that its tokens at its start need.
     `last_step` is the last step that it is part of, `level` its effective priority while it waits,
     `ticket` its place in the queue.
@@ -76,6 +79,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     computed: int = 0
     pending: int = 0
+    possible: int = 0
     published: int = 0
     target_blocks: int = 0
     last_step: int = 0

@@ -29,6 +29,13 @@ from scheduler_service.core.live import LiveSequences
 from scheduler_service.core.plan import EndEvent, NewSequence, PromptEvent, StepPlan, StepResult, TokenEvent
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.request import FinishReason, Request, Sequence, SequenceState
+from scheduler_service.core.speculation import (
+    check_accepted,
+    check_possible,
+    draft_share,
+    num_drafts_for,
+    take_accepted,
+)
 from scheduler_service.core.stats import SchedulerStats
 from scheduler_service.core.suspects import Suspects
 from scheduler_service.core.tenants import TenantLedger
@@ -169,6 +176,7 @@ class Scheduler:
             return None
         now = self._clock()
         plan = StepPlan(self._next_step_id, now)
+        plan.applied_step_id = self._next_step_id - 1 - len(self._in_flight)
         self._waiting.age(now)
         self._preempt_for_priority()
         budget = self._schedule_running(plan)
@@ -186,17 +194,22 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[Event]:
         """Takes a step's answer, oldest step first; returns what is to be delivered, in order.
 
-        Raises ValueError, and changes nothing, when the answer is not to the oldest step in flight.
+        Raises ValueError, and changes nothing, when the answer is not to the oldest step in flight, or holds more
+        tokens than that one may bring.
         """
         if not self._in_flight or self._in_flight[0].step_id != result.step_id:
             expected = self._in_flight[0].step_id if self._in_flight else "none"
             raise ValueError(f"the answer is to step {result.step_id}; the oldest in flight is {expected}")
         plan = self._in_flight[0]
+        if result.accepted:
+            check_accepted(plan, result, self._live.by_id)
         events: list[Event] = []
         for sequence_id, message in result.errors.items():
             events += self._fail_sequence(plan, sequence_id, message)
         if result.prompt_logprobs:
             self._apply_prompt_logprobs(result, events)
+        if plan.draft_counts:
+            events += self._apply_accepted(plan, result)
         self._apply_tokens(result, events)
         self._in_flight.popleft()
         self._requeue_drained()
@@ -227,7 +240,7 @@ class Scheduler:
             sequence.num_preemptions += 1
         again, self._running, self._draining = self._running + self._draining, [], []
         for sequence in again:
-            sequence.pending = 0
+            sequence.pending = sequence.possible = 0
             self._enqueue(sequence)
         self._blocks.forget_content()
         return [] if convicted is None else self.end_request(convicted.request_id, FinishReason.ERROR)
@@ -237,6 +250,7 @@ class Scheduler:
         self._blocks.check_integrity(self._running)
         places = [*self._running, *self._draining, *self._waiting]
         self._live.check_integrity(places)
+        check_possible(self._in_flight, places)
         held_back = [sequence for siblings in self._live.held_back.values() for sequence in siblings]
         if self._queued_tokens != sum(len(s.token_ids) for s in [*self._waiting, *held_back]):
             raise RuntimeError("queued tokens are counted wrong")
@@ -286,6 +300,7 @@ class Scheduler:
         """Gives each running sequence its tokens, most important first; returns the budget left."""
         budget, blocks, running = self.config.max_step_tokens, self._blocks, SequenceState.RUNNING
         num_after, owed_after = len(self._running), blocks.num_promised
+        share = draft_share(self.config.max_running, len(self._live), self._live.num_speculating)
         for sequence in list(self._running):
             num_after -= 1
             if sequence.state is not running:
@@ -298,7 +313,8 @@ class Scheduler:
                 # The sequences after this one are left a token each, so a prefill delays no decode.
                 owed_after -= blocks.num_owed(sequence)
                 num = min(num, budget - num_after, self._chunk_limit(budget, owed_after))
-            missing = blocks.num_missing(sequence, num)
+            drafts = num_drafts_for(sequence, blocks, min(share, budget - num_after - 1)) if share else 0
+            missing = blocks.num_missing(sequence, num + drafts)
             if missing > 0:
                 if not self._make_room(sequence, missing):
                     continue
@@ -308,6 +324,10 @@ class Scheduler:
                 plan.new_block_counts.append(0)
             self._put(plan, sequence, num)
             budget -= num
+            if drafts:
+                plan.draft_counts[sequence.sequence_id] = drafts
+                sequence.possible += drafts
+                budget -= drafts
         return budget
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
@@ -474,6 +494,16 @@ class Scheduler:
 
     # Answers and ends.
 
+    def _apply_accepted(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Takes the draft tokens that were right."""
+        events = take_accepted(plan, result, self._live.by_id, self._blocks)
+        self.stats.num_draft_tokens += result.num_draft_tokens
+        self.stats.num_accepted_tokens += len(events)
+        if self._tenants.is_contested:
+            for event in events:
+                self._tenants.charge(event.sequence.request.tenant, _OUTPUT_COST)
+        return events
+
     def _apply_tokens(self, result: StepResult, events: list[Event]) -> None:
         live, stopped, logprobs = self._live.by_id, result.stopped_sequence_ids, result.logprobs
         if self._tenants.is_contested:
@@ -564,6 +594,6 @@ class Scheduler:
         if sequence.state is not SequenceState.PREEMPTED:
             return
         self._live.renew_id(sequence)
-        sequence.pending = 0
+        sequence.pending = sequence.possible = 0
         self._draining.remove(sequence)
         self._enqueue(sequence)

@@ -28,7 +28,8 @@ class SchedulerStats:
 
     `tokens_per_s` is the smoothed rate of lately applied steps, `best_tokens_per_s` the highest that it
     has been over steps at least half full, `best_step_s` the shortest that a step has taken, smoothed too;
-    each is 0 before any such step. `num_hopeless` counts requests ended because their deadline could not be met.
+    each is 0 before any such step. `num_hopeless` counts requests ended because their deadline could not be met,
+    `num_draft_tokens` the tokens that were drafted and verified, `num_accepted_tokens` those of them that were right.
     """
 
     num_steps: int = 0
@@ -37,6 +38,8 @@ class SchedulerStats:
     num_hopeless: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     tokens_per_s: float = 0.0
     best_tokens_per_s: float = 0.0
     best_step_s: float = 0.0

@@ -5,7 +5,7 @@ which are made under none, cost no span.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -277,6 +277,9 @@ def step_message(plan: StepPlan, epoch: int) -> pb.Step:
     step.finished_sequence_ids.extend(plan.finished_sequence_ids)
     step.preempted_sequence_ids.extend(plan.preempted_sequence_ids)
     step.new_sequences.extend([_new_sequence(new) for new in plan.new_sequences])
+    step.applied_step_id = plan.applied_step_id
+    if plan.draft_counts:
+        step.draft_token_counts.extend([plan.draft_counts.get(sequence_id, 0) for sequence_id in plan.sequence_ids])
     return step
 
 
@@ -313,6 +316,7 @@ def _new_sequence(new: NewSequence) -> pb.NewSequence:
         block_ids=new.block_ids,
         traceparent=request.trace,
         prompt_logprob_start=sequence.scored,
+        token_limit=sequence.kv_limit + 1 if request.max_draft_tokens else 0,
     )
 
 
@@ -326,12 +330,22 @@ def step_result(result: pb.StepResult) -> StepResult:
         logprobs={entry.sequence_id: entry.logprobs for entry in result.logprobs},
         errors={entry.sequence_id: entry.message for entry in result.errors},
         prompt_logprobs=[_prompt_logprobs(entry) for entry in result.prompt_logprobs],
+        accepted={entry.sequence_id: _accepted(entry) for entry in result.accepted},
+        num_draft_tokens=result.draft_token_count,
     )
 
 
 def _prompt_logprobs(entry: pb.SequencePromptLogprobs) -> tuple[int, PromptLogprobs]:
     # Carried on to the client as it is.
     return entry.sequence_id, PromptLogprobs(entry.logprobs.position, len(entry.logprobs.token_ids), entry.logprobs)
+
+
+def _accepted(entry: pb.AcceptedTokens) -> list[tuple[int, object]]:
+    logprobs: Sequence[object] = entry.logprobs or [None] * len(entry.token_ids)
+    if len(logprobs) != len(entry.token_ids):
+        text = f"the worker sent {len(logprobs)} log-probabilities for {len(entry.token_ids)} accepted tokens"
+        raise StepwireError("WORKER_FAILED", text)
+    return list(zip(entry.token_ids, logprobs, strict=True))
 
 
 def _timings(timings: pb.StepTimings) -> StepTimings:

@@ -94,6 +94,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name; empty means the only one served."""
     text: _builtins.str
@@ -114,6 +115,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams:
         """How tokens are drawn and when a sequence ends."""
 
+    @_builtins.property
+    def speculation(self) -> Global___Speculation:
+        """Whether several tokens may come of one step; as the service is set when absent. The tokens are the same."""
+
     def __init__(
         self,
         *,
@@ -124,16 +129,43 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         request_id: _builtins.str = ...,
         priority: _builtins.int = ...,
+        speculation: Global___Speculation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Speculation(_message.Message):
+    """Speculative decoding without a draft model: tokens that followed the last ones earlier in prompt or output are
+    tried, and kept while they are what is sampled. It pays where an answer quotes or edits what was said before.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    max_draft_tokens: _builtins.int
+    """Most draft tokens of a step for each sequence; 0 for none, at most 16; 7 by default."""
+    def __init__(
+        self,
+        *,
+        max_draft_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
+
+Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):

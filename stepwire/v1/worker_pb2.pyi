@@ -581,6 +581,11 @@ class Step(_message.Message):
     that it has; the sampled token is appended to it on the worker, where the next
     step finds it. A sequence may hold blocks that another one fills in the same
     step: each layer writes all KV before it reads any.
+
+    A sequence that speculates may get several tokens in one step: the worker looks up
+    draft tokens, computes them behind the last token, and samples at each of them as
+    ever; a draft is accepted while it is the token that was sampled. How many come is
+    known when the step is answered.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -595,10 +600,16 @@ class Step(_message.Message):
     NEW_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     FINISHED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     PREEMPTED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    APPLIED_STEP_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch."""
     step_id: _builtins.int
     """Counts from 1 in each epoch, without gaps."""
+    applied_step_id: _builtins.int
+    """The last step whose result the scheduler had when it planned this one. Of a sequence that speculates,
+    computed_token_counts leaves out what was accepted after it.
+    """
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences that this worker does not know, or no longer."""
@@ -631,6 +642,12 @@ class Step(_message.Message):
     def preempted_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences to forget, before anything else of this step, because they were preempted."""
 
+    @_builtins.property
+    def draft_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Most draft tokens to verify of each sequence beyond its scheduled tokens; empty when none speculates. Only a
+        sequence with a token_limit, whose scheduled tokens reach its last one, may have any.
+        """
+
     def __init__(
         self,
         *,
@@ -644,10 +661,12 @@ class Step(_message.Message):
         new_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         finished_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         preempted_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        draft_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        applied_step_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_token_counts", b"computed_token_counts", "epoch", b"epoch", "finished_sequence_ids", b"finished_sequence_ids", "new_block_counts", b"new_block_counts", "new_block_ids", b"new_block_ids", "new_sequences", b"new_sequences", "preempted_sequence_ids", b"preempted_sequence_ids", "scheduled_token_counts", b"scheduled_token_counts", "sequence_ids", b"sequence_ids", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_step_id", b"applied_step_id", "computed_token_counts", b"computed_token_counts", "draft_token_counts", b"draft_token_counts", "epoch", b"epoch", "finished_sequence_ids", b"finished_sequence_ids", "new_block_counts", b"new_block_counts", "new_block_ids", b"new_block_ids", "new_sequences", b"new_sequences", "preempted_sequence_ids", b"preempted_sequence_ids", "scheduled_token_counts", b"scheduled_token_counts", "sequence_ids", b"sequence_ids", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -667,6 +686,7 @@ class NewSequence(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROB_START_FIELD_NUMBER: _builtins.int
+    TOKEN_LIMIT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The scheduler's id, unique in an epoch."""
     request_id: _builtins.str
@@ -678,6 +698,10 @@ class NewSequence(_message.Message):
     prompt_logprob_start: _builtins.int
     """With prompt log-probabilities: the first prompt position that has not been told of; at least 1. From the position
     before it on the sequence must be computed.
+    """
+    token_limit: _builtins.int
+    """Of a sequence that speculates, the most tokens of prompt and output that it gets; the worker skips it in later
+    steps when it has them. 0 for one that does not speculate.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -702,10 +726,11 @@ class NewSequence(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         traceparent: _builtins.str = ...,
         prompt_logprob_start: _builtins.int = ...,
+        token_limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "prompt_logprob_start", b"prompt_logprob_start", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "prompt_logprob_start", b"prompt_logprob_start", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "token_limit", b"token_limit", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -835,10 +860,14 @@ class StepResult(_message.Message):
     ERRORS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch."""
     step_id: _builtins.int
     """The step."""
+    draft_token_count: _builtins.int
+    """Draft tokens that were verified in this step."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences that a token was sampled for."""
@@ -867,6 +896,10 @@ class StepResult(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequencePromptLogprobs]:
         """Log-probabilities of the prompt positions that this step computed, in order, of those that asked for them."""
 
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedCompositeFieldContainer[Global___AcceptedTokens]:
+        """Of sequences that got more than one token, those before the one in token_ids."""
+
     def __init__(
         self,
         *,
@@ -879,14 +912,50 @@ class StepResult(_message.Message):
         errors: _abc.Iterable[Global___SequenceError] | None = ...,
         timings: Global___StepTimings | None = ...,
         prompt_logprobs: _abc.Iterable[Global___SequencePromptLogprobs] | None = ...,
+        accepted: _abc.Iterable[Global___AcceptedTokens] | None = ...,
+        draft_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "stopped_sequence_ids", b"stopped_sequence_ids", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "draft_token_count", b"draft_token_count", "epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "stopped_sequence_ids", b"stopped_sequence_ids", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class AcceptedTokens(_message.Message):
+    """Draft tokens of one sequence that were accepted, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """The sequence."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
+        """The log-probabilities of each, when it asked for them."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceptedTokens: _TypeAlias = AcceptedTokens  # noqa: Y015
 
 @_typing.final
 class SequenceLogprobs(_message.Message):

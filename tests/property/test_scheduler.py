@@ -70,18 +70,24 @@ class SchedulerHistory(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         priority=st.sampled_from([0, 0, 0, 1, 2]),
         patience=st.one_of(st.none(), st.integers(1, 20)),
+        num_drafts=st.sampled_from([0, 0, 1, 3, 6]),
     )
-    def add(self, stem: int, length: int, max_tokens: int, n: int, priority: int, patience: int | None) -> None:
+    def add(
+        self, stem: int, length: int, max_tokens: int, n: int, priority: int, patience: int | None, num_drafts: int
+    ) -> None:
         # Prompts of one stem share prefixes of every length.
-        self.submit([1 + (stem * 7 + i * i) % 40 for i in range(length)], max_tokens, n, priority, patience)
+        prompt = [1 + (stem * 7 + i * i) % 40 for i in range(length)]
+        self.submit(prompt, max_tokens, n, priority, patience, num_drafts)
 
     @precondition(lambda self: self.transcripts)
-    @rule(data=st.data(), extra=st.integers(0, 4), max_tokens=st.integers(1, 10))
-    def continue_conversation(self, data: st.DataObject, extra: int, max_tokens: int) -> None:
+    @rule(data=st.data(), extra=st.integers(0, 4), max_tokens=st.integers(1, 10), num_drafts=st.sampled_from([0, 4]))
+    def continue_conversation(self, data: st.DataObject, extra: int, max_tokens: int, num_drafts: int) -> None:
         transcript = data.draw(st.sampled_from(self.transcripts))
-        self.submit(transcript + [7] * extra, max_tokens, 1, 0, None)
+        self.submit(transcript + [7] * extra, max_tokens, 1, 0, None, num_drafts)
 
-    def submit(self, prompt: list[int], max_tokens: int, n: int, priority: int, patience: int | None) -> None:
+    def submit(
+        self, prompt: list[int], max_tokens: int, n: int, priority: int, patience: int | None, num_drafts: int
+    ) -> None:
         request = Request(
             tenant=f"t{self.num_requests % 3}",
             request_id=f"r{self.num_requests}",
@@ -91,6 +97,7 @@ class SchedulerHistory(RuleBasedStateMachine):
             priority=priority,
             deadline=None if patience is None else self.now + patience,
             scores_prompt=self.num_requests % 4 == 3,
+            max_draft_tokens=num_drafts,
         )
         self.num_requests += 1
         try:
@@ -113,6 +120,9 @@ class SchedulerHistory(RuleBasedStateMachine):
     def send(self) -> None:
         plan = self.scheduler.schedule()
         if plan is not None:
+            num_rows = len(plan.sequence_ids) + sum(plan.draft_counts.values())
+            assert num_rows <= max(len(plan.sequence_ids), self.scheduler.config.max_running)
+            assert plan.num_tokens + sum(plan.draft_counts.values()) <= self.scheduler.config.max_step_tokens
             self.sent.append(plan)
 
     @precondition(lambda self: self.sent)
@@ -254,9 +264,11 @@ def play(seed: int) -> int:
                 r.choice([1, 1, 1, 2, 3]),
                 r.choice([0, 1]),
                 patience,
+                r.choice([0, 0, 1, 3, 6]),
             )
         elif kind < 0.35 and history.transcripts:
-            history.submit(r.choice(history.transcripts) + [7] * r.randint(0, 4), r.randint(1, 10), 1, 0, None)
+            prompt = r.choice(history.transcripts) + [7] * r.randint(0, 4)
+            history.submit(prompt, r.randint(1, 10), 1, 0, None, r.choice([0, 4]))
         elif kind < 0.6:
             history.send()
         elif kind < 0.95 and history.sent:

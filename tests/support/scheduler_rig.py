@@ -7,9 +7,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.plan import EndEvent, PromptEvent, StepPlan, TokenEvent
 from scheduler_service.core.request import Request, Sequence
 from scheduler_service.core.scheduler import Event, Scheduler
-from tests.support.model_worker import ModelWorker, undisturbed
-
-NEVER = 1 << 62
+from tests.support.model_worker import NEVER, ModelWorker, undisturbed
 
 
 class SchedulerRig:

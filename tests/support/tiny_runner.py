@@ -86,6 +86,7 @@ class Driven:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     known: bool = False
+    token_limit: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt: list[PromptLogprobs] = field(default_factory=list)
     adapter: str = ""
@@ -109,9 +110,17 @@ class Driver:
         self.preempted: list[int] = []
 
     def add(
-        self, sequence_id: int, prompt: Sequence[int], sampling: Sampling | None = None, adapter: str = ""
+        self,
+        sequence_id: int,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        adapter: str = "",
+        *,
+        num_outputs: int | None = None,
     ) -> Driven:
+        """A sequence; one that may speculate when its number of output tokens is given."""
         driven = Driven(sequence_id, list(prompt), len(prompt), sampling or Sampling(), adapter=adapter)
+        driven.token_limit = 0 if num_outputs is None else len(prompt) + num_outputs
         self.sequences[sequence_id] = driven
         return driven
 
@@ -126,15 +135,17 @@ class Driver:
         driven.blocks, driven.computed, driven.known = [], 0, False
         self.preempted.append(sequence_id)
 
-    def plan(self, chunks: dict[int, int]) -> StepInput:
-        """A step that computes at most so many tokens of each sequence."""
+    def plan(self, chunks: dict[int, int], num_drafts: int = 0) -> StepInput:
+        """A step that computes at most so many tokens of each sequence, and verifies drafts where it decodes."""
         self.step_id += 1
         new: list[NewSequence] = []
-        ids, counts, computed, block_counts, blocks = [], [], [], [], []
+        ids, counts, computed, block_counts, blocks, drafts = [], [], [], [], [], []
         for sequence_id, most in chunks.items():
             driven = self.sequences[sequence_id]
             count = min(most, len(driven.token_ids) - driven.computed)
-            need = -(-(driven.computed + count) // self.block_size) - len(driven.blocks)
+            drafts.append(num_drafts if driven.known and driven.token_limit and count == 1 else 0)
+            reach = min(driven.computed + count + drafts[-1], driven.token_limit - 1) if drafts[-1] else 0
+            need = -(-max(driven.computed + count, reach) // self.block_size) - len(driven.blocks)
             added = [self.free.pop() for _ in range(need)]
             driven.blocks += added
             if not driven.known:
@@ -148,6 +159,7 @@ class Driver:
                         list(driven.blocks),
                         prompt_logprob_start=1 + sum(len(part.token_ids) for part in driven.prompt),
                         adapter=driven.adapter,
+                        token_limit=driven.token_limit,
                     )
                 )
                 added, driven.known = [], True
@@ -157,27 +169,33 @@ class Driver:
             block_counts.append(len(added))
             blocks += added
             driven.computed += count
-        step = StepInput(self.step_id, new, ids, counts, computed, block_counts, blocks, self.finished, self.preempted)
+        columns = (ids, counts, computed, block_counts, blocks, self.finished, self.preempted)
+        step = StepInput(self.step_id, new, *columns, drafts if num_drafts else (), self.step_id - 1)
         self.finished, self.preempted = [], []
         return step
 
     def apply(self, output: StepOutput) -> None:
         for sequence_id, token_id in zip(output.sequence_ids, output.token_ids, strict=True):
             driven = self.sequences[sequence_id]
-            driven.token_ids.append(token_id)
+            early = output.accepted.get(sequence_id, [])
+            driven.token_ids += [*early, token_id]
+            driven.computed += len(early)
             if sequence_id in output.logprobs:
-                driven.logprobs.append(output.logprobs[sequence_id])
+                driven.logprobs += [*output.accepted_logprobs.get(sequence_id, []), output.logprobs[sequence_id]]
         for sequence_id, part in output.prompt_logprobs:
             self.sequences[sequence_id].prompt.append(part)
 
-    def step(self, chunks: dict[int, int]) -> StepOutput:
+    def step(self, chunks: dict[int, int], num_drafts: int = 0) -> StepOutput:
         """Plans, runs and applies one step."""
-        output = self.runner.execute(self.plan(chunks))
+        output = self.runner.execute(self.plan(chunks, num_drafts))
         self.apply(output)
         return output
 
-    def run(self, num_outputs: int, chunk: int = 1000) -> None:
-        """Steps all sequences together until each has so many output tokens."""
+    def run(self, num_outputs: int, chunk: int = 1000, num_drafts: int = 0) -> int:
+        """Steps all sequences together until each has so many output tokens; returns the number of steps."""
+        num_steps = 0
         while waiting := [s for s in self.sequences.values() if len(s.output) < num_outputs]:
-            output = self.step({driven.sequence_id: chunk for driven in waiting})
+            output = self.step({driven.sequence_id: chunk for driven in waiting}, num_drafts)
             assert not output.errors, output.errors
+            num_steps += 1
+        return num_steps

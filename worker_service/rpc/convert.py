@@ -18,6 +18,8 @@ def step_input(step: worker_pb2.Step) -> StepInput:
         new_block_ids=list(step.new_block_ids),
         finished_sequence_ids=list(step.finished_sequence_ids),
         preempted_sequence_ids=list(step.preempted_sequence_ids),
+        draft_token_counts=list(step.draft_token_counts),
+        applied_step_id=step.applied_step_id,
     )
 
 
@@ -29,6 +31,7 @@ def step_result(output: StepOutput, *, epoch: int, queue_ns: int) -> worker_pb2.
         sequence_ids=output.sequence_ids,
         token_ids=output.token_ids,
         stopped_sequence_ids=output.stopped_sequence_ids,
+        draft_token_count=output.num_draft_tokens,
         timings=worker_pb2.StepTimings(
             start_unix_ns=output.start_unix_ns,
             queue_ns=queue_ns,
@@ -46,6 +49,9 @@ def step_result(output: StepOutput, *, epoch: int, queue_ns: int) -> worker_pb2.
         result.prompt_logprobs.append(
             worker_pb2.SequencePromptLogprobs(sequence_id=sequence_id, logprobs=_prompt_logprobs(part))
         )
+    for sequence_id, token_ids in output.accepted.items():
+        values = [_position_logprobs(logprobs) for logprobs in output.accepted_logprobs.get(sequence_id, ())]
+        result.accepted.append(worker_pb2.AcceptedTokens(sequence_id=sequence_id, token_ids=token_ids, logprobs=values))
     for sequence_id, message in output.errors.items():
         result.errors.append(worker_pb2.SequenceError(sequence_id=sequence_id, message=message))
     return result
@@ -61,6 +67,7 @@ def _new_sequence(new: worker_pb2.NewSequence) -> NewSequence:
         block_ids=list(new.block_ids),
         traceparent=new.traceparent,
         prompt_logprob_start=new.prompt_logprob_start,
+        token_limit=new.token_limit,
     )
 
 

@@ -31,6 +31,7 @@ def check_step(step: StepInput, limits: StepLimits) -> None:
     inside one new sequence (`sequence_problem`) is that sequence's error and not checked here.
     """
     _check_columns(step, limits)
+    _check_drafts(step, limits)
     _check_blocks(step, limits)
     _check_new_sequences(step, limits)
     for field in ("finished_sequence_ids", "preempted_sequence_ids"):
@@ -48,6 +49,8 @@ def sequence_problem(new: NewSequence, limits: StepLimits) -> str | None:
         return f"it has {len(new.token_ids)} tokens; the longest context is {limits.max_model_len}"
     if not 1 <= new.prompt_token_count <= len(new.token_ids):
         return f"prompt_token_count {new.prompt_token_count} is not in 1..{len(new.token_ids)}"
+    if new.token_limit and not len(new.token_ids) < new.token_limit <= limits.max_model_len:
+        return f"token_limit {new.token_limit} is not in {len(new.token_ids) + 1}..{limits.max_model_len}"
     return _sampling_problem(new.sampling, limits.vocab_size)
 
 
@@ -70,6 +73,7 @@ def without_sequences(step: StepInput, refused: frozenset[int] | set[int]) -> St
         new_block_ids=block_ids,
         finished_sequence_ids=[i for i in step.finished_sequence_ids if i not in refused],
         preempted_sequence_ids=[i for i in step.preempted_sequence_ids if i not in refused],
+        draft_token_counts=[step.draft_token_counts[i] for i in kept] if step.draft_token_counts else (),
     )
 
 
@@ -98,6 +102,22 @@ def _check_columns(step: StepInput, limits: StepLimits) -> None:
                 f"{computed} with {scheduled} scheduled",
                 f"together at most max_model_len {limits.max_model_len}",
             )
+
+
+def _check_drafts(step: StepInput, limits: StepLimits) -> None:
+    _check_range("applied_step_id", [step.applied_step_id], 0, step.step_id - 1)
+    drafts = step.draft_token_counts
+    if not drafts:
+        return
+    if len(drafts) != len(step.sequence_ids):
+        raise _invalid("draft_token_counts", f"has {len(drafts)} entries for {len(step.sequence_ids)} sequences")
+    _check_range("draft_token_counts", drafts, 0, limits.max_sequences)
+    for what, most, num in (
+        ("sequences", limits.max_sequences, len(step.sequence_ids)),
+        ("scheduled tokens", limits.max_step_tokens, sum(step.scheduled_token_counts)),
+    ):
+        if num + sum(drafts) > most:
+            raise out_of_range("draft_token_counts", f"sum {sum(drafts)} beside {num} {what}", f"at most {most} in all")
 
 
 def _check_blocks(step: StepInput, limits: StepLimits) -> None:

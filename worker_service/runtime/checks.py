@@ -17,12 +17,14 @@ _MAX_LOGPROBS = 1000
 @dataclass(frozen=True, slots=True)
 class CheckedStep:
     """A step's columns as arrays, found to agree with the table. `sequence_errors` are for new sequences that are
-    wrong in themselves; the step goes on without them."""
+    wrong in themselves; the step goes on without them. `computed` is what is computed in truth, with accepted draft
+    tokens that the scheduler had not heard of; `drafts` is how many may be verified, None when none may."""
 
     scheduled: IntArray
     computed: IntArray
     new_blocks: list[IntArray]
     sequence_errors: dict[int, str]
+    drafts: IntArray | None = None
 
 
 def check_step(step: StepInput, table: SequenceTable) -> CheckedStep:
@@ -40,17 +42,23 @@ def check_step(step: StepInput, table: SequenceTable) -> CheckedStep:
     _refuse_where(scheduled > table.max_model_len, ids, "scheduled_token_count is beyond max_model_len", scheduled)
     _refuse_where(computed < 0, ids, "computed_token_count is negative", computed)
     _refuse_where(block_counts < 0, ids, "new_block_count is negative", block_counts)
+    drafts = _draft_counts(step)
     new = {sequence.sequence_id: sequence for sequence in step.new_sequences}
     _check_ids(step, table, new)
     new_blocks = _split_blocks(step, block_counts, table)
     is_new = np.fromiter((sequence_id in new for sequence_id in ids), np.bool_, len(ids))
-    _check_known(step, table, np.flatnonzero(~is_new), scheduled, computed, block_counts)
+    known = np.flatnonzero(~is_new)
+    computed = _true_counts(step, table, known, computed)
+    _check_known(step, table, known, scheduled, computed, block_counts)
+    if drafts is not None:
+        _refuse_where((drafts > 0) & is_new, ids, "draft tokens are planned for a new sequence", drafts)
+        _check_drafts(step, table, known, scheduled + drafts, computed, block_counts)
     errors = {}
     for i in np.flatnonzero(is_new).tolist():
         error = _check_new(new[ids[i]], table, int(scheduled[i]), int(computed[i]), int(block_counts[i]))
         if error is not None:
             errors[ids[i]] = error
-    checked = CheckedStep(scheduled, computed, new_blocks, errors)
+    checked = CheckedStep(scheduled, computed, new_blocks, errors, drafts)
     _check_writes(step, checked, table, new)
     return checked
 
@@ -90,7 +98,7 @@ def _check_known(
 ) -> None:
     ids = [step.sequence_ids[i] for i in which]
     rows = np.fromiter((table.row_of[sequence_id] for sequence_id in ids), np.int64, len(ids))
-    wanted = computed[which] + scheduled[which]
+    wanted = table.within_limit(rows, computed[which] + scheduled[which])
     held_blocks = table.num_held_blocks[rows] + blocks[which]
     _refuse_where(
         computed[which] != table.num_computed[rows],
@@ -113,6 +121,44 @@ def _check_known(
     )
 
 
+def _draft_counts(step: StepInput) -> IntArray | None:
+    """How many draft tokens may be verified of each sequence; None when there are none."""
+    if not step.draft_token_counts:
+        return None
+    drafts = _integers(step.draft_token_counts, "draft_token_counts")
+    if len(drafts) != len(step.sequence_ids):
+        raise StateMismatch(
+            f"step {step.step_id}: draft_token_counts has {len(drafts)} entries for {len(step.sequence_ids)} sequences"
+        )
+    _refuse_where(drafts < 0, step.sequence_ids, "draft_token_count is negative", drafts)
+    return drafts
+
+
+def _true_counts(step: StepInput, table: SequenceTable, known: IntArray, computed: IntArray) -> IntArray:
+    """`computed`, of which the scheduler sends what it knows, with what steps since the applied one have added."""
+    if not table.accepted:
+        return computed
+    rows = np.fromiter((table.row_of[step.sequence_ids[i]] for i in known), np.int64, len(known))
+    true = computed.copy()
+    true[known] += table.num_unapplied(rows, step.applied_step_id)
+    return true
+
+
+def _check_drafts(
+    step: StepInput, table: SequenceTable, known: IntArray, most: IntArray, computed: IntArray, blocks: IntArray
+) -> None:
+    """`most` is how many tokens may be computed of each sequence, drafts among them."""
+    which = known[np.asarray(step.draft_token_counts, np.int64)[known] > 0]
+    ids = [step.sequence_ids[i] for i in which]
+    rows = np.fromiter((table.row_of[sequence_id] for sequence_id in ids), np.int64, len(ids))
+    _refuse_where(table.token_limit[rows] == 0, ids, "draft tokens are planned, but it does not speculate", most[which])
+    wanted = table.within_limit(rows, computed[which] + most[which])
+    held = (table.num_held_blocks[rows] + blocks[which]) * table.block_size
+    _refuse_where(held < wanted, ids, "its block table is too short for its draft tokens", held, wanted)
+    unread = table.num_tokens[rows] - computed[which] > 1
+    _refuse_where(unread & ~table.skipped[rows], ids, "draft tokens are planned before its last token", computed[which])
+
+
 def _check_new(new: NewSequence, table: SequenceTable, scheduled: int, computed: int, blocks: int) -> str | None:
     """Raises StateMismatch for what concerns the shared state; answers what is wrong with the sequence alone."""
     name, count = f"new sequence {new.sequence_id}", len(new.token_ids)
@@ -124,6 +170,8 @@ def _check_new(new: NewSequence, table: SequenceTable, scheduled: int, computed:
         raise StateMismatch(f"{name} has {count} tokens, but {computed} computed and {scheduled} scheduled")
     if not 1 <= new.prompt_token_count <= count:
         raise StateMismatch(f"{name} has {count} tokens, but a prompt_token_count of {new.prompt_token_count}")
+    if new.token_limit and not count < new.token_limit <= table.max_model_len:
+        return f"token_limit {new.token_limit} lies outside {count + 1} to max_model_len {table.max_model_len}"
     block_ids = _integers(new.block_ids, f"block_ids of {name}")
     if len(block_ids) > table.max_blocks or len(block_ids) * table.block_size < computed + scheduled:
         raise StateMismatch(f"{name} brings {len(block_ids)} blocks for {computed + scheduled} positions")

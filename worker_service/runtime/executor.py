@@ -27,6 +27,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def num_cheap_tokens(self) -> int:
+        """Tokens that a step computes in little more time than one."""
+        ...
+
+    @property
     def device(self) -> torch.device: ...
     @property
     def vocab_size(self) -> int: ...
@@ -63,6 +68,7 @@ class TorchExecutor:
     """A decoder of plain torch operators, on any device."""
 
     wants_decodes_first = True
+    num_cheap_tokens = 8
 
     def __init__(self, model: Model, cache: KvCache, *, max_model_len: int, device: torch.device) -> None:
         self._model = model

@@ -86,6 +86,8 @@ class NativeExecutor:
 
     # A sequence may read blocks that another one fills in the same step: that one is planned before it.
     wants_decodes_first = False
+    # Of a small and of a large decoder: up to here reading the weights is what takes the time.
+    num_cheap_tokens = 8
 
     def __init__(self, pool: native.Pool, spec: DecoderSpec, layout: KvLayout) -> None:
         """Raises RuntimeFailure "out_of_memory"."""

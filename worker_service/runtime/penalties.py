@@ -1,5 +1,7 @@
 """Which tokens a sequence has seen, kept on the device, for those that are penalised for it."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -7,6 +9,22 @@ from numpy.typing import NDArray
 from worker_service.runtime.sequences import SamplingColumns
 
 IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Draft tokens that count as output so far where something is sampled behind them: `token_ids` [n], each at one
+    of `places` [n]."""
+
+    places: IntArray
+    token_ids: IntArray
+
+    def among(self, chosen: IntArray, num_places: int) -> "Drafted":
+        """Those at some of `num_places` places, which are numbered anew."""
+        number = np.full(num_places, -1)
+        number[chosen] = np.arange(len(chosen))
+        places = number[self.places]
+        return Drafted(places[places >= 0], self.token_ids[places >= 0])
 
 
 class Penalties:
@@ -40,17 +58,34 @@ class Penalties:
     def record(self, rows: IntArray, token_ids: IntArray) -> None:
         """Counts one more output token of each of these rows, all of which must have been added."""
         slots, tokens = self._slots(rows), torch.from_numpy(token_ids).to(self._device)
-        self._num_outputs[slots, tokens] += 1
+        self._num_outputs.index_put_((slots, tokens), self._num_outputs.new_ones(()), accumulate=True)
         self._seen[slots, tokens] = True
 
-    def apply(self, scores: torch.Tensor, which: IntArray, rows: IntArray, sampling: SamplingColumns) -> None:
-        """Penalises scores[which] in place: float32 [*, at least vocab_size], of the sequences at `rows`."""
+    def apply(
+        self,
+        scores: torch.Tensor,
+        which: IntArray,
+        rows: IntArray,
+        sampling: SamplingColumns,
+        drafted: Drafted | None = None,
+    ) -> None:
+        """Penalises scores[which] in place: float32 [*, at least vocab_size], of the sequences at `rows`.
+
+        `drafted`, whose places are those of `rows`, counts as output too.
+        """
         slots, targets = self._slots(rows), torch.from_numpy(which).to(scores.device)
         penalised = scores[targets, : self._vocab_size]
         repetition = self._column(sampling.repetition_penalty[rows])
         repeated = torch.where(penalised > 0, penalised / repetition, penalised * repetition)
-        penalised = torch.where(self._seen[slots], repeated, penalised)
-        counts = self._num_outputs[slots]
+        seen, counts = self._seen[slots], self._num_outputs[slots]
+        if drafted is not None:
+            index = (
+                torch.from_numpy(drafted.places).to(seen.device),
+                torch.from_numpy(drafted.token_ids).to(seen.device),
+            )
+            counts.index_put_(index, counts.new_ones(()), accumulate=True)
+            seen[index] = True
+        penalised = torch.where(seen, repeated, penalised)
         penalised.sub_(counts * self._column(sampling.frequency_penalty[rows]))
         penalised.sub_((counts > 0) * self._column(sampling.presence_penalty[rows]))
         scores[targets, : self._vocab_size] = penalised

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from worker_service.runtime.adapters import AdapterMissing, AdapterTable, SequenceAdapters
 from worker_service.runtime.batch import StepBatch, build_batch
 from worker_service.runtime.checks import CheckedStep, check_step
+from worker_service.runtime.drafting import Drafter
 from worker_service.runtime.executor import Executor
 from worker_service.runtime.prompt_logprobs import ScoredPart, score_prompts, scored_parts
 from worker_service.runtime.sampler import Sampled, Sampler
 from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.step import NewSequence, StepInput, StepOutput, nobody_waits
+from worker_service.runtime.verification import drafted_before, final_places, last_places
 
 IntArray = NDArray[np.int64]
 
@@ -50,6 +52,7 @@ class ModelRunner:
             block_size=self._executor.block_size,
         )
         self._sampler = Sampler(self._executor.vocab_size, self._executor.device)
+        self._drafter = Drafter(self._table)
 
     @torch.inference_mode()
     def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
@@ -62,9 +65,12 @@ class ModelRunner:
         checked = check_step(step, self._table)
         self._apply(step, checked)
         output.errors.update(checked.sequence_errors)
-        decodes_first = self._executor.wants_decodes_first
-        batch = build_batch(step, checked, self._table, self._adapters.by_row, decodes_first=decodes_first)
         rows = np.fromiter((self._table.row_of[i] for i in step.sequence_ids), np.int64, len(step.sequence_ids))
+        drafts = None if checked.drafts is None else self._draft(checked, checked.drafts, rows, output)
+        decodes_first = self._executor.wants_decodes_first
+        batch = build_batch(
+            step, checked, self._table, self._adapters.by_row, drafts=drafts, decodes_first=decodes_first
+        )
         self._table.num_computed[rows] += checked.scheduled
         if not len(batch):
             output.prepare_ns = time.perf_counter_ns() - begin
@@ -82,6 +88,9 @@ class ModelRunner:
                 self._sampler.penalties.remove(row)
                 self._sampler.edits.remove(row)
                 self._adapters.leave(row)
+                self._drafter.remove(row)
+        if table.accepted:
+            table.forget_accepted(step.applied_step_id)
         computed = dict(zip(step.sequence_ids, checked.computed.tolist(), strict=True))
         for new in step.new_sequences:
             failed = new.sequence_id in checked.sequence_errors
@@ -114,6 +123,13 @@ class ModelRunner:
             return False
         return True
 
+    def _draft(self, checked: CheckedStep, most: IntArray, rows: IntArray, output: StepOutput) -> IntArray | None:
+        """Drafts in as many tokens as the step has to spare; how many for each sequence, None for none at all."""
+        num_tokens = int(checked.scheduled[~self._table.skipped[rows]].sum())
+        drafts = self._drafter.draft(rows, most, self._executor.num_cheap_tokens - num_tokens)
+        output.num_draft_tokens = int(drafts.sum())
+        return drafts if output.num_draft_tokens else None
+
     def _compute(self, batch: StepBatch, output: StepOutput) -> None:
         begin, table = time.perf_counter_ns(), self._table
         if table.scored and (prompts := scored_parts(batch, table)):
@@ -122,6 +138,8 @@ class ModelRunner:
             hidden = self._executor.forward(batch)
         rows = batch.rows[batch.sampled]
         num_outputs = table.num_tokens[rows] - table.prompt_token_count[rows]
+        if batch.offsets is not None:
+            num_outputs += batch.offsets
         if not len(rows):
             output.forward_ns = time.perf_counter_ns() - begin
         elif self._sampler.is_greedy(rows, num_outputs, table.sampling):
@@ -132,7 +150,8 @@ class ModelRunner:
         else:
             logits = self._executor.logits(hidden)
             output.forward_ns = time.perf_counter_ns() - begin
-            self._record(batch, self._sampler.sample(logits, rows, num_outputs, table.sampling), output)
+            drafted = drafted_before(batch, table)
+            self._record(batch, self._sampler.sample(logits, rows, num_outputs, table.sampling, drafted), output)
         output.sample_ns = time.perf_counter_ns() - begin - output.forward_ns
 
     def _score_prompts(
@@ -156,13 +175,16 @@ class ModelRunner:
             else:
                 output.prompt_logprobs += [(sequence_id, piece) for piece in scores]
         good = ~table.skipped[batch.rows[batch.sampled]]
-        batch = replace(batch, sampled=batch.sampled[good], sampled_tokens=batch.sampled_tokens[good])
+        batch = batch.sampled_at(good)
         kept = torch.from_numpy(np.searchsorted(hidden_tokens, batch.sampled_tokens))
         return batch, hidden.index_select(0, kept.to(hidden.device))
 
     def _record(self, batch: StepBatch, sampled: Sampled, output: StepOutput) -> None:
-        table = self._table
-        rows, ids = batch.rows[batch.sampled], batch.sequence_ids[batch.sampled]
+        table, which = self._table, batch.sampled
+        if batch.offsets is not None:
+            last = self._accept(batch, batch.offsets, sampled, output)
+            which, sampled = which[last], sampled.at(last)
+        rows, ids = batch.rows[which], batch.sequence_ids[which]
         table.skipped[rows[sampled.failed]] = True
         output.errors.update(dict.fromkeys(ids[sampled.failed].tolist(), NOT_FINITE))
         good = ~sampled.failed
@@ -173,7 +195,31 @@ class ModelRunner:
             self._sampler.penalties.record(rows[penalised], token_ids[penalised])
         stopped = table.sampling.is_stop(rows, token_ids)
         table.skipped[rows[stopped]] = True
+        if table.num_speculating:
+            table.skipped[rows[table.num_tokens[rows] == table.token_limit[rows]]] = True
         output.sequence_ids = ids[good].tolist()
         output.token_ids = token_ids.tolist()
         output.stopped_sequence_ids = ids[good][stopped].tolist()
         output.logprobs = {int(ids[place]): logprobs for place, logprobs in sampled.logprobs.items()}
+
+    def _accept(self, batch: StepBatch, offsets: IntArray, sampled: Sampled, output: StepOutput) -> IntArray:
+        """Takes the drafts that were right into the table and the answer; answers each sequence's last place."""
+        table, last = self._table, last_places(batch, offsets, sampled, self._table)
+        for place, final in zip(last.tolist(), final_places(offsets).tolist(), strict=True):
+            num_drafts, num_accepted = int(offsets[final]), int(offsets[place])
+            if not num_drafts:
+                continue
+            sequence = batch.sampled[place]
+            row, sequence_id = int(batch.rows[sequence]), int(batch.sequence_ids[sequence])
+            self._drafter.learn(row, num_drafts, num_accepted)
+            if not num_accepted or sampled.failed[place]:
+                continue
+            table.accept(row, output.step_id, num_accepted)
+            token_ids = sampled.token_ids[place - num_accepted : place]
+            if table.sampling.has_penalty[row]:
+                self._sampler.penalties.record(np.full(num_accepted, row), token_ids)
+            output.accepted[sequence_id] = token_ids.tolist()
+            if place in sampled.logprobs:
+                places = range(place - num_accepted, place)
+                output.accepted_logprobs[sequence_id] = [sampled.logprobs[early] for early in places]
+        return last

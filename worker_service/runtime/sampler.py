@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from worker_service.runtime.draws import RUN, Filters, draw_tokens
 from worker_service.runtime.edits import TokenEdits
-from worker_service.runtime.penalties import Penalties
+from worker_service.runtime.penalties import Drafted, Penalties
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SamplingColumns
 from worker_service.runtime.step import Logprobs
@@ -31,6 +31,11 @@ class Sampled:
     failed: BoolArray
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
 
+    def at(self, places: IntArray) -> "Sampled":
+        """What was sampled at some places of the batch."""
+        logprobs = {i: self.logprobs[place] for i, place in enumerate(places.tolist()) if place in self.logprobs}
+        return Sampled(self.token_ids[places], self.failed[places], logprobs)
+
 
 class Sampler:
     """Draws tokens; keeps the penalties' state, and reads sampling parameters from the table's columns."""
@@ -41,9 +46,17 @@ class Sampler:
         self.penalties = Penalties(vocab_size, device)
         self.edits = TokenEdits()
 
-    def sample(self, logits: torch.Tensor, rows: IntArray, num_outputs: IntArray, sampling: SamplingColumns) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: IntArray,
+        num_outputs: IntArray,
+        sampling: SamplingColumns,
+        drafted: Drafted | None = None,
+    ) -> Sampled:
         """One token for each of logits [rows, vocab_size], of the sequences at table rows `rows` that have
-        `num_outputs` output tokens so far. Leaves logits as they are; records nothing."""
+        `num_outputs` output tokens so far, those of `drafted` among them. Leaves logits as they are; records nothing.
+        """
         masked = _is_masked(rows, num_outputs, sampling)
         random = sampling.temperature[rows] > 0
         special = masked | random | sampling.has_penalty[rows] | sampling.has_edits[rows]
@@ -55,7 +68,8 @@ class Sampler:
             if len(plain):
                 _merge(sampled, plain, _greedy(logits[self._tensor(plain)]))
             scores = self._scores(logits, others)
-            self._edit(scores, rows[others], masked[others], sampling)
+            ahead = None if drafted is None else drafted.among(others, len(rows))
+            self._edit(scores, rows[others], masked[others], sampling, ahead)
             self._choose(sampled, scores, others, rows, num_outputs, sampling)
         self._add_logprobs(sampled, logits, rows, sampling)
         return sampled
@@ -73,13 +87,21 @@ class Sampler:
         scores[:, : self._vocab_size] = logits if len(which) == len(logits) else logits[self._tensor(which)]
         return scores
 
-    def _edit(self, scores: torch.Tensor, rows: IntArray, masked: BoolArray, sampling: SamplingColumns) -> None:
+    def _edit(
+        self,
+        scores: torch.Tensor,
+        rows: IntArray,
+        masked: BoolArray,
+        sampling: SamplingColumns,
+        drafted: Drafted | None,
+    ) -> None:
         edited = bool(sampling.has_edits[rows].any())
         if edited:
             self.edits.bias(scores, rows)
         penalised = np.flatnonzero(sampling.has_penalty[rows])
         if len(penalised):
-            self.penalties.apply(scores, penalised, rows[penalised], sampling)
+            ahead = None if drafted is None else drafted.among(penalised, len(rows))
+            self.penalties.apply(scores, penalised, rows[penalised], sampling, ahead)
         if edited:
             self.edits.mask(scores, rows)
         places, columns = np.nonzero((sampling.stops[rows] >= 0) & masked[:, None])

@@ -102,8 +102,14 @@ class SequenceTable:
         self.num_tokens = np.zeros(0, np.int64)
         self.num_computed = np.zeros(0, np.int64)
         self.prompt_token_count = np.zeros(0, np.int64)
+        self.token_limit = np.zeros(0, np.int64)
+        """Most tokens of a sequence that speculates, which may reach them before its scheduler knows; else 0."""
+        self.num_speculating = 0
+        self.accepted: dict[int, list[tuple[int, int]]] = {}
+        """By row, (step, draft tokens accepted in it) of steps whose answers the scheduler may not have yet."""
         self.skipped = np.zeros(0, np.bool_)
-        """Sequences that stopped or failed: neither computed nor answered until the scheduler ends them."""
+        """Sequences that stopped, failed or are at their limit: neither computed nor answered until the scheduler ends
+        them."""
         self.num_holders = np.zeros(num_blocks, np.int64)
         """How many block tables each block is in."""
         self.scored: dict[int, PromptWish] = {}
@@ -123,6 +129,8 @@ class SequenceTable:
         self.num_tokens[row] = count
         self.num_computed[row] = computed
         self.prompt_token_count[row] = new.prompt_token_count
+        self.token_limit[row] = new.token_limit
+        self.num_speculating += bool(new.token_limit)
         self.skipped[row] = failed
         self.num_held_blocks[row] = 0
         self.append_blocks(row, new.block_ids)
@@ -145,11 +153,41 @@ class SequenceTable:
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
+    def within_limit(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
+        """Of so many tokens of each row those whose KV may be computed: one that speculates may be at its limit."""
+        if not self.num_speculating:
+            return num_tokens
+        limits = self.token_limit[rows]
+        return np.where(limits > 0, np.minimum(num_tokens, limits - 1), num_tokens)
+
+    def accept(self, row: int, step_id: int, num_tokens: int) -> None:
+        """Takes in draft tokens that lie behind a row's tokens: they are computed, beyond what was scheduled."""
+        self.num_tokens[row] += num_tokens
+        self.num_computed[row] += num_tokens
+        self.accepted.setdefault(row, []).append((step_id, num_tokens))
+
+    def forget_accepted(self, applied_step_id: int) -> None:
+        """Forgets what the scheduler knows, as it has the answers up to this step."""
+        for row, steps in list(self.accepted.items()):
+            self.accepted[row] = later = [step for step in steps if step[0] > applied_step_id]
+            if not later:
+                del self.accepted[row]
+
+    def num_unapplied(self, rows: IntArray, applied_step_id: int) -> IntArray:
+        """Accepted draft tokens of each row that a scheduler cannot count which has the answers up to this step."""
+        accepted = self.accepted
+        return np.array(
+            [sum(num for step, num in accepted.get(row, ()) if step > applied_step_id) for row in rows.tolist()],
+            np.int64,
+        )
+
     def remove(self, sequence_id: int) -> int | None:
         """Forgets a sequence and answers its row; None when it is not known."""
         row = self.row_of.pop(sequence_id, None)
         if row is not None:
             self.num_holders[self.held_blocks(row)] -= 1
+            self.accepted.pop(row, None)
+            self.num_speculating -= bool(self.token_limit[row])
             self._free.append(row)
             self.scored.pop(row, None)
         return row

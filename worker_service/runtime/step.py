@@ -44,6 +44,7 @@ class NewSequence:
     traceparent: str = ""
     prompt_logprob_start: int = 1
     adapter: str = ""
+    token_limit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class StepInput:
     new_block_ids: Sequence[int]
     finished_sequence_ids: Sequence[int]
     preempted_sequence_ids: Sequence[int]
+    draft_token_counts: Sequence[int] = ()
+    applied_step_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,11 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class StepOutput:
-    """The result of one step. See worker.proto, StepResult."""
+    """The result of one step. See worker.proto, StepResult.
+
+    `accepted` holds, by sequence id, the draft tokens that come before the one in `token_ids`, and
+    `accepted_logprobs` theirs.
+    """
 
     step_id: int
     sequence_ids: list[int] = field(default_factory=list)
@@ -92,6 +99,9 @@ class StepOutput:
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
+    accepted: dict[int, list[int]] = field(default_factory=dict)
+    accepted_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    num_draft_tokens: int = 0
     start_unix_ns: int = 0
     prepare_ns: int = 0
     forward_ns: int = 0

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.plan import PromptLogprobs
+from scheduler_service.core.plan import PromptLogprobs, StepResult
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.values import Sampling
 from scheduler_service.rpc.worker_client import step_message, step_result
+from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import common_pb2
 from stepwire.v1 import worker_pb2 as pb
 
@@ -82,6 +83,11 @@ def test_a_result_is_read_whole_and_logprobs_untouched() -> None:
             logprobs=[pb.SequenceLogprobs(sequence_id=1, logprobs=logprobs)],
             errors=[pb.SequenceError(sequence_id=3, message="bad")],
             prompt_logprobs=[pb.SequencePromptLogprobs(sequence_id=1, logprobs=part)],
+            accepted=[
+                pb.AcceptedTokens(sequence_id=1, token_ids=[5], logprobs=[logprobs]),
+                pb.AcceptedTokens(sequence_id=2, token_ids=[6, 7]),
+            ],
+            draft_token_count=4,
         )
     )
     assert (result.step_id, result.sequence_ids, result.token_ids) == (4, [1, 2], [9, 8])
@@ -89,6 +95,8 @@ def test_a_result_is_read_whole_and_logprobs_untouched() -> None:
     assert result.logprobs == {1: logprobs}
     assert result.errors == {3: "bad"}
     assert result.prompt_logprobs == [(1, PromptLogprobs(2, 3, part))]
+    assert result.accepted == {1: [(5, logprobs)], 2: [(6, None), (7, None)]}
+    assert result.num_draft_tokens == 4
 
 
 def test_only_the_first_sequence_is_asked_for_what_of_the_prompt_is_left() -> None:
@@ -103,3 +111,24 @@ def test_only_the_first_sequence_is_asked_for_what_of_the_prompt_is_left() -> No
         (new,) = step_message(plan, 1).new_sequences
         asked.append((new.sampling.HasField("prompt_logprobs"), new.prompt_logprob_start))
     assert asked == [(True, 2), (False, 3)]
+
+
+def test_accepted_tokens_without_their_log_probabilities_are_the_workers_fault() -> None:
+    entry = pb.AcceptedTokens(sequence_id=1, token_ids=[5, 6], logprobs=[common_pb2.PositionLogprobs()])
+    with pytest.raises(StepwireError, match="1 log-probabilities for 2 accepted"):
+        step_result(pb.StepResult(step_id=4, sequence_ids=[1], token_ids=[9], accepted=[entry]))
+
+
+def test_drafts_and_limits_are_sent_of_those_that_speculate() -> None:
+    core = scheduler()
+    core.add_request(Request("plain", [5], 10, sampling=SAMPLING))
+    core.add_request(Request("drafts", [5, 6], 10, sampling=SAMPLING, max_draft_tokens=3))
+    first, second = core.schedule(), core.schedule()
+    assert first is not None and second is not None
+    assert [new.token_limit for new in step_message(first, 1).new_sequences] == [0, 12]
+    assert not step_message(first, 1).draft_token_counts
+    core.apply(StepResult(1, first.sequence_ids, [7, 7]))
+    third = core.schedule()
+    assert third is not None
+    assert list(step_message(second, 1).draft_token_counts) == [0, 2]
+    assert (step_message(second, 1).applied_step_id, step_message(third, 1).applied_step_id) == (0, 1)

@@ -38,6 +38,7 @@ def test_a_step_arrives_whole() -> None:
         block_ids=[5],
         traceparent="t",
         prompt_logprob_start=2,
+        token_limit=30,
     )
     step = pb.Step(
         epoch=1,
@@ -50,6 +51,8 @@ def test_a_step_arrives_whole() -> None:
         new_block_ids=[11],
         finished_sequence_ids=[1],
         preempted_sequence_ids=[2],
+        draft_token_counts=[0, 4],
+        applied_step_id=7,
     )
     expected = StepInput(
         step_id=9,
@@ -66,6 +69,7 @@ def test_a_step_arrives_whole() -> None:
                 [5],
                 "t",
                 2,
+                token_limit=30,
             )
         ],
         sequence_ids=[2**40, 4],
@@ -75,6 +79,8 @@ def test_a_step_arrives_whole() -> None:
         new_block_ids=[11],
         finished_sequence_ids=[1],
         preempted_sequence_ids=[2],
+        draft_token_counts=[0, 4],
+        applied_step_id=7,
     )
     assert step_input(step) == expected
     assert {field.name for field in pb.SequenceSampling.DESCRIPTOR.fields} == {f.name for f in fields(Sampling)}
@@ -95,6 +101,9 @@ def test_a_result_arrives_whole() -> None:
         logprobs={1: Logprobs(10, -0.5, [(10, -0.5), (3, -2.0)])},
         prompt_logprobs=[(1, PromptLogprobs(3, [5, 6], [-0.5, -1.0], [7, 8], [-0.25, -0.75]))],
         errors={5: "bad"},
+        accepted={1: [8, 9]},
+        accepted_logprobs={1: [Logprobs(8, -1.5, []), Logprobs(9, -2.5, [])]},
+        num_draft_tokens=6,
         start_unix_ns=2**60,
         prepare_ns=1,
         forward_ns=2,
@@ -118,6 +127,10 @@ def test_a_result_arrives_whole() -> None:
         top_logprobs=[-0.25, -0.75],
     )
     assert [(error.sequence_id, error.message) for error in result.errors] == [(5, "bad")]
+    (accepted,) = result.accepted
+    assert (accepted.sequence_id, list(accepted.token_ids)) == (1, [8, 9])
+    assert [entry.sampled.logprob for entry in accepted.logprobs] == [-1.5, -2.5]
+    assert result.draft_token_count == 6
     timings = result.timings
     assert timings.start_unix_ns == 2**60
     assert (timings.queue_ns, timings.prepare_ns, timings.forward_ns, timings.sample_ns) == (6, 1, 2, 3)

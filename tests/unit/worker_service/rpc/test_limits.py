@@ -98,6 +98,32 @@ def test_a_good_step_passes() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"draft_token_counts": [1]}, "draft_token_counts"),
+        ({"draft_token_counts": [0, -1]}, "draft_token_counts"),
+        ({"draft_token_counts": [2**31 - 1, 2**31 - 1]}, "draft_token_counts"),
+        # Two sequences leave one more place to sample at, and four tokens four more to compute.
+        ({"draft_token_counts": [2, 0]}, "draft_token_counts"),
+        ({"draft_token_counts": [1, 0], "scheduled_token_counts": [5, 3]}, "draft_token_counts"),
+        ({"applied_step_id": -1}, "applied_step_id"),
+        ({"applied_step_id": 1}, "applied_step_id"),
+    ],
+)
+def test_drafts_out_of_bounds_are_refused(changes: dict[str, Any], field: str) -> None:
+    check_step(step(draft_token_counts=[1, 0]), LIMITS)
+    with pytest.raises(StepwireError) as raised:
+        check_step(step(**changes), LIMITS)
+    assert raised.value.metadata["field"] == field
+
+
+def test_a_refused_sequence_takes_its_drafts_along() -> None:
+    kept = without_sequences(step(draft_token_counts=[1, 4]), {1})
+    assert (kept.sequence_ids, kept.draft_token_counts) == ([2], [4])
+    assert without_sequences(step(), {1}).draft_token_counts == ()
+
+
 def test_a_new_sequence_twice_or_with_appended_blocks_is_refused() -> None:
     with pytest.raises(StepwireError, match="named once"):
         check_step(step(new_sequences=[new(), new()], new_block_counts=[0, 0], new_block_ids=[]), LIMITS)
@@ -116,6 +142,9 @@ def test_a_new_sequence_twice_or_with_appended_blocks_is_refused() -> None:
         ({"token_ids": [1] * 13}, "13 tokens"),
         ({"prompt_token_count": 0}, "prompt_token_count 0"),
         ({"prompt_token_count": 4}, "prompt_token_count 4"),
+        ({"token_limit": 3}, "token_limit 3"),
+        ({"token_limit": -1}, "token_limit -1"),
+        ({"token_limit": 13}, "token_limit 13"),
         ({"sampling": Sampling(temperature=float("inf"))}, "finite"),
         ({"sampling": Sampling(temperature=-0.1)}, "temperature"),
         ({"sampling": Sampling(top_k=-1)}, "top_k"),

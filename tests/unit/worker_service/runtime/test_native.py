@@ -12,10 +12,12 @@ from loader.checkpoint import open_checkpoint
 from loader.layout import weight_slices
 from loader.shares import RankPlace
 from loader.weights import load_weights
+from tests.support.served_runner import Oracle
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from tests.support.tiny_runner import Driver, reference_tokens
 from worker_service.kernels import native
 from worker_service.models.native import computes
+from worker_service.runtime import drafting
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.native import NativeEngine
 from worker_service.runtime.runner import ModelRunner
@@ -122,6 +124,27 @@ def test_in_bfloat16_an_answer_does_not_depend_on_its_batch(
         alone[number] = driver.sequences[number].output
     for seed in range(3):
         assert run_mixed(driver_of(engine, seed), sampling, seed) == alone
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, frequency_penalty=0.4, seed=3)])
+def test_in_bfloat16_speculation_gives_the_same_tokens(
+    tmp_path: Path, pool: native.Pool, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(make_tiny_llama(tmp_path / "m"), torch.bfloat16, pool)
+    driver = driver_of(engine)
+    for number, prompt in enumerate(prompts()):
+        driver.add(number, prompt, sampling)
+    num_steps = driver.run(NUM_OUTPUTS)
+    expected = outputs(driver)
+    transcripts = [driven.token_ids for driven in driver.sequences.values()]
+    monkeypatch.setattr(drafting, "look_up", Oracle(transcripts, 320, wrong=0.1))
+    monkeypatch.setattr("worker_service.runtime.native.NativeExecutor.num_cheap_tokens", 64)
+    for seed in range(2):
+        speculating = driver_of(engine, seed)
+        for number, prompt in enumerate(prompts()):
+            speculating.add(number, prompt, sampling, num_outputs=NUM_OUTPUTS)
+        assert speculating.run(NUM_OUTPUTS, num_drafts=5) < num_steps / 2
+        assert outputs(speculating) == expected
 
 
 def test_a_block_size_that_is_not_served_is_refused(tmp_path: Path, pool: native.Pool) -> None:
