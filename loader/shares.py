@@ -22,6 +22,16 @@ class RankPlace:
                 raise ValueError(f"{name}_rank {rank} does not lie in a group of {size}")
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def rank(self) -> int:
+        """The rank among all of the group: stage by stage."""
+        return self.pipeline_rank * self.tensor_parallel_size + self.tensor_rank
+
+    @property
     def is_first_stage(self) -> bool:
         """Whether this rank embeds token ids."""
         return self.pipeline_rank == 0

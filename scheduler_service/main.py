@@ -299,6 +299,8 @@ def start_plan(settings: SchedulerSettings, checkpoint: Checkpoint, path: str) -
         num_blocks=settings.num_kv_blocks,
         worker_timeout_s=settings.worker_timeout,
         fit_max_model_len=settings.fit_max_model_len,
+        tensor_parallel_size=settings.tp,
+        pipeline_parallel_size=settings.pp,
     )
 
 

@@ -34,8 +34,13 @@ class SchedulerSettings(BaseModel):
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(default=50051, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     workers: list[str] = Field(
-        default=["127.0.0.1:50061"], min_length=1, max_length=1, description="Address of each worker, host:port."
+        default=["127.0.0.1:50061"],
+        min_length=1,
+        max_length=1024,
+        description="Address of each worker, host:port: of a group all tensor ranks of the first stage, then the next.",
     )
+    tp: int = Field(default=1, ge=1, le=1024, description="Tensor-parallel ranks: workers that share each layer.")
+    pp: int = Field(default=1, ge=1, le=256, description="Pipeline stages: workers that have some of the layers each.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the weights in memory; auto takes the checkpoint's own."
     )
@@ -160,6 +165,16 @@ class SchedulerSettings(BaseModel):
     def _check_keys(self) -> Self:
         if self.admin_key is not None and self.admin_key == self.cluster_key:
             raise ValueError("admin_key is the cluster_key: whoever may command workers need not be an operator")
+        return self
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> Self:
+        if len(self.workers) != self.tp * self.pp:
+            raise ValueError(
+                f"workers names {len(self.workers)}, and tp {self.tp} x pp {self.pp} takes {self.tp * self.pp}"
+            )
+        if len(set(self.workers)) < len(self.workers):
+            raise ValueError("workers names an address twice")
         return self
 
     @model_validator(mode="after")

@@ -23,7 +23,10 @@ class WorkerSettings(BaseModel):
         description='Device to run on: "cpu", "cuda" or "cuda:N"; "sim" only simulates one, and answers nonsense.',
     )
     threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads of the model; by default the cores this process may use."
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads of the model; by default the cores that this process may use, divided by local_ranks.",
     )
     native_kernels: bool = Field(
         True,
@@ -46,7 +49,27 @@ class WorkerSettings(BaseModel):
         "memory and 4 GiB.",
     )
     local_ranks: int = Field(
-        1, ge=1, le=1024, description="Workers on this machine that share its memory; a CPU's is divided among them."
+        1,
+        ge=1,
+        le=1024,
+        description="Workers on this machine that share its memory and cores; a CPU's are divided among them.",
+    )
+    rendezvous: Literal["auto", "env://"] = Field(
+        "auto",
+        description="Where rank 0 lets the ranks of a group meet: on a free port of collective_interface, or at "
+        "the MASTER_ADDR and MASTER_PORT that a launcher sets.",
+    )
+    collective_interface: str = Field(
+        "lo",
+        min_length=1,
+        max_length=64,
+        description="Network interface, or an address of this machine, that collectives between ranks bind.",
+    )
+    collective_timeout: float = Field(
+        60.0,
+        gt=0.0,
+        le=86_400.0,
+        description="Seconds after which a collective, or the forming of the group, counts as failed.",
     )
     restart_store: str = Field(
         "auto",

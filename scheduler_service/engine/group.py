@@ -142,6 +142,8 @@ class WorkerGroup:
                 result, timings = await stream.receive()
                 now = time.monotonic()
                 self._seen_at[rank.rank] = now
+                if not rank.place.is_output:
+                    continue
                 duration_s = now - max(self._sent_at.popleft(), self._last_result_at)
                 self._durations.append(duration_s)
                 self._last_result_at = now

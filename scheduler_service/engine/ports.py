@@ -44,15 +44,27 @@ class Place:
     pipeline_rank: int
     pipeline_parallel_size: int
 
+    @classmethod
+    def of(cls, rank: int, tensor_parallel_size: int, pipeline_parallel_size: int) -> "Place":
+        """The place of a rank: ranks count stage by stage."""
+        stage, tensor_rank = divmod(rank, tensor_parallel_size)
+        return cls(tensor_rank, tensor_parallel_size, stage, pipeline_parallel_size)
+
+    @property
+    def is_output(self) -> bool:
+        """Whether this rank answers with tokens."""
+        return self.tensor_rank == 0 and self.pipeline_rank == self.pipeline_parallel_size - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A worker's device; sizes in bytes."""
+    """A worker's device; sizes in bytes. `rendezvous` is where the ranks of its group meet, "" for a group of one."""
 
     device: str
     device_name: str
     total_memory_bytes: int
     free_memory_bytes: int
+    rendezvous: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +137,8 @@ class StepStream(Protocol):
         """Sends a step; waits while the worker's side of the connection is full."""
 
     async def receive(self) -> tuple[StepResult, StepTimings]:
-        """The next result, in the order of the steps."""
+        """The next result, in the order of the steps. A rank that is not the output of its group says now and then
+        which step it has executed, and nothing else."""
 
     def cancel(self) -> None:
         """Ends the stream."""
@@ -141,8 +154,9 @@ class WorkerPort(Protocol):
     async def get_status(self, *, timeout_s: float) -> WorkerStatus:
         """How it stands."""
 
-    async def init_device(self, epoch: int, scheduler_id: str, place: Place) -> Device:
-        """Takes it into an epoch, on a device."""
+    async def init_device(self, epoch: int, scheduler_id: str, place: Place, rendezvous: str) -> Device:
+        """Takes it into an epoch, on a device. The ranks of a group meet at `rendezvous`; rank 0 says where when it is
+        called with ""."""
 
     def load_model(self, epoch: int, path: str, dtype: str, quantize: str) -> AsyncIterator[LoadProgress]:
         """Loads its shard of the model, quantised to `quantize` unless that is "none"."""

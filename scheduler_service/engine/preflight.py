@@ -25,7 +25,8 @@ _REASONS: Mapping[str, str] = {
 def wish_of(settings: SchedulerSettings) -> Wish:
     """What is known of how the model is to be served before a worker says what memory it has."""
     return Wish(
-        tensor_parallel_size=len(settings.workers),
+        tensor_parallel_size=settings.tp,
+        pipeline_parallel_size=settings.pp,
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         # Then there is no number too small: the context becomes shorter.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from scheduler_service.engine.ports import WorkerPort
+from scheduler_service.engine.ports import Place, WorkerPort
 from stepwire.rpc.errors import StepwireError
 
 
@@ -12,6 +12,7 @@ class Rank:
 
     rank: int
     port: WorkerPort
+    place: Place
     host: str = ""
     process_id: int = 0
 

@@ -52,6 +52,8 @@ class StartPlan:
     num_blocks: int | None
     worker_timeout_s: float
     fit_max_model_len: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ class GroupStarter:
     ) -> None:
         self.hooks: list[Hook] = []
         self.supervision = supervision or Unsupervised()
-        self._ranks = [Rank(i, port) for i, port in enumerate(ports)]
+        sizes = plan.tensor_parallel_size, plan.pipeline_parallel_size
+        self._ranks = [Rank(i, port, Place.of(i, *sizes)) for i, port in enumerate(ports)]
         self._plan = plan
         self._tracer = tracer
         self._scheduler_id = secrets.token_hex(8)
@@ -111,7 +114,8 @@ class GroupStarter:
     async def _walk(self, statuses: Sequence[WorkerStatus], kept: Phase) -> StartedGroup:
         self._epoch = max(self._epoch, *(status.epoch for status in statuses)) + 1
         async with self._phase("init_device"):
-            await self._each("init_device", lambda rank: self._init_device(rank, statuses[rank.rank], kept))
+            await self._each("init_device", lambda rank: self._adopt(rank, statuses[rank.rank], kept))
+            await self._meet()
         async with self._phase("load_model") as report:
             summaries = await self._each("load_model", lambda rank: self._load(rank, report))
         num_blocks = self._num_blocks
@@ -186,16 +190,28 @@ class GroupStarter:
             rank.host, rank.process_id = status.host, status.process_id
             return status
 
-    async def _init_device(self, rank: Rank, status: WorkerStatus, kept: Phase) -> None:
-        if status.phase > Phase.STARTING:
-            # A worker of an earlier epoch or scheduler: what it holds of our model is kept.
-            is_loaded = status.phase >= Phase.LOADED and status.fingerprint == self._plan.fingerprint
-            to = kept if is_loaded else Phase.INITIALISED
-            phase = await rank.port.reset(self._epoch, self._scheduler_id, to)
-            _log.info("worker_adopted", rank=rank.rank, address=rank.port.address, kept=phase.name.lower())
+    async def _adopt(self, rank: Rank, status: WorkerStatus, kept: Phase) -> None:
+        if status.phase is Phase.STARTING:
             return
-        place = Place(rank.rank, len(self._ranks), 0, 1)
-        device = await rank.port.init_device(self._epoch, self._scheduler_id, place)
+        # A worker of an earlier epoch or scheduler: what it holds of our model is kept.
+        is_loaded = status.phase >= Phase.LOADED and status.fingerprint == self._plan.fingerprint
+        to = kept if is_loaded else Phase.INITIALISED
+        phase = await rank.port.reset(self._epoch, self._scheduler_id, to)
+        _log.info("worker_adopted", rank=rank.rank, address=rank.port.address, kept=phase.name.lower())
+
+    async def _meet(self) -> None:
+        """Gives every rank its place; those of a group then meet where rank 0 says. Raises StepwireError."""
+        rendezvous, first = "", self._ranks[0]
+        if len(self._ranks) > 1:
+            try:
+                device = await first.port.init_device(self._epoch, self._scheduler_id, first.place, "")
+            except StepwireError as error:
+                raise rank_failed(first, "init_device", error) from error
+            rendezvous = device.rendezvous
+        await self._each("init_device", lambda rank: self._init_device(rank, rendezvous))
+
+    async def _init_device(self, rank: Rank, rendezvous: str) -> None:
+        device = await rank.port.init_device(self._epoch, self._scheduler_id, rank.place, rendezvous)
         _log.info(
             "device",
             rank=rank.rank,

@@ -71,8 +71,9 @@ class WorkerClient:
             scheduler_id=response.scheduler_id,
         )
 
-    async def init_device(self, epoch: int, scheduler_id: str, place: Place) -> Device:
-        """Takes it into an epoch, on a device."""
+    async def init_device(self, epoch: int, scheduler_id: str, place: Place, rendezvous: str) -> Device:
+        """Takes it into an epoch, on a device. The ranks of a group meet at `rendezvous`; rank 0 says where when it is
+        called with ""."""
         request = pb.InitDeviceRequest(
             epoch=epoch,
             scheduler_id=scheduler_id,
@@ -80,9 +81,16 @@ class WorkerClient:
             tensor_parallel_size=place.tensor_parallel_size,
             pipeline_rank=place.pipeline_rank,
             pipeline_parallel_size=place.pipeline_parallel_size,
+            rendezvous=rendezvous,
         )
         response = await self._unary("InitDevice", self._stub.InitDevice, request, _UNARY_TIMEOUT_S)
-        return Device(response.device, response.device_name, response.total_memory_bytes, response.free_memory_bytes)
+        return Device(
+            response.device,
+            response.device_name,
+            response.total_memory_bytes,
+            response.free_memory_bytes,
+            response.rendezvous,
+        )
 
     async def load_model(self, epoch: int, path: str, dtype: str, quantize: str) -> AsyncIterator[LoadProgress]:
         """Loads its shard of the model, quantised to `quantize` unless that is "none"."""

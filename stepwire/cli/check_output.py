@@ -143,8 +143,6 @@ def _warnings(found: Inspection) -> Iterator[str]:
     if memory is not None and peak > memory.usable:
         sizes = f"{human_bytes(peak)} of host memory, and this machine has {human_bytes(memory.usable)} left"
         yield f"loading a rank takes up to {sizes}"
-    if len(found.ranks) > 1:
-        yield "workers of this version hold a whole model each: a tp or pp above 1 is a plan, not yet served"
     if found.wish.adapters:
         yield "this version serves no adapters: they are checked, and not yet served"
 

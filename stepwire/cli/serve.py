@@ -23,12 +23,13 @@ from stepwire.cli.health_check import wait_until_serving
 from stepwire.cli.settings_groups import GROUPS
 from stepwire.cli.settings_options import CONFIG_VARIABLE, Settings
 from stepwire.supervisor.child import ChildSpec
-from stepwire.supervisor.ports import check_free, free_port
+from stepwire.supervisor.ports import check_free, free_port, free_ports
 from stepwire.supervisor.settings import SupervisorSettings
 from stepwire.supervisor.supervisor import Supervisor
 from worker_service.settings import WorkerSettings
 
 _LOOPBACK = "127.0.0.1"
+_MAX_RANKS = 1024
 # What a scheduler needs beyond its shutdown_timeout to close connections and send its last spans.
 _SCHEDULER_EXIT_S = 10.0
 
@@ -45,46 +46,73 @@ def serve_here(settings: Settings) -> int:
 
 
 def _serve_found(settings: Settings, found: Resolved, started: float) -> int:
-    scheduler, worker, supervisor = plan(settings, found)
+    scheduler, workers, supervisor = plan(settings, found)
     check_free(scheduler.host, scheduler.port)
-    check_before_start(scheduler.model, replace(wish_of(scheduler), kv_cache_bytes=worker.kv_cache_bytes))
-    log_path = _log_dir(supervisor) / f"worker-0.{scheduler.port}.log"
-    _say(f"worker 0 logs to {log_path}")
+    check_before_start(scheduler.model, replace(wish_of(scheduler), kv_cache_bytes=workers[0].kv_cache_bytes))
+    log_dir = _log_dir(supervisor)
+    log_paths = [log_dir / f"worker-{rank}.{scheduler.port}.log" for rank in range(len(workers))]
+    for rank, log_path in enumerate(log_paths):
+        _say(f"worker {rank} logs to {log_path}")
     supervised = Supervisor(
         child_spec("scheduler", "scheduler", scheduler),
-        [child_spec("worker 0", "worker", worker, log_path)],
+        [
+            child_spec(f"worker {rank}", "worker", worker, log_path)
+            for rank, (worker, log_path) in enumerate(zip(workers, log_paths, strict=True))
+        ],
         drain_s=scheduler.shutdown_timeout + _SCHEDULER_EXIT_S,
         report=_say,
     )
     try:
         return asyncio.run(supervised.run(lambda: _announce(scheduler, started)))
     finally:
-        if worker.restart_store == "auto":
+        if workers[0].restart_store == "auto":
             # A worker that was killed left its weights for the next, and there is none.
             evict_idle(default_folder())
 
 
 def plan(
     settings: Settings, found: Resolved | None = None
-) -> tuple[SchedulerSettings, WorkerSettings, SupervisorSettings]:
-    """The settings of each process. Free ports are chosen here, so that all can start at once.
+) -> tuple[SchedulerSettings, list[WorkerSettings], SupervisorSettings]:
+    """The settings of each process, of one worker a rank. Free ports are chosen here, so that all can start at once.
 
     `found` is where the model lies on this machine, if that is not the path which the settings name.
     """
     supervisor = settings.build(SupervisorSettings)
-    # Only these two processes need it, and without one any user of this machine could command the worker.
+    # Only these processes need it, and without one any user of this machine could command the worker.
     key = settings.raw("cluster_key") or secrets.token_urlsafe(32)
-    port = free_port()
-    asked = settings.build(SchedulerSettings, workers=[f"{_LOOPBACK}:{port}"], cluster_key=key)
-    # A worker's metrics are one port above the scheduler's.
-    metrics_port = asked.metrics_port + 1 if asked.metrics_port else asked.metrics_port
-    worker = settings.build(WorkerSettings, host=_LOOPBACK, port=port, cluster_key=key, metrics_port=metrics_port)
+    ports = free_ports(_num_ranks(settings), _LOOPBACK)
+    asked = settings.build(SchedulerSettings, workers=[f"{_LOOPBACK}:{port}" for port in ports], cluster_key=key)
+    workers = [_worker(settings, asked, rank) for rank in range(len(ports))]
     chosen = {
         "model": str((Path(asked.model) if found is None else found.path).expanduser().absolute()),
         "port": asked.port or free_port(asked.host),
         "served_model_name": asked.served_model_name or (None if found is None else found.name),
     }
-    return asked.model_copy(update=chosen), worker, supervisor
+    return asked.model_copy(update=chosen), workers, supervisor
+
+
+def _num_ranks(settings: Settings) -> int:
+    """How many workers are asked for; 1 for numbers that are none, of which the settings' own check will tell."""
+    try:
+        return max(1, min(_MAX_RANKS, int(str(settings.raw("tp"))) * int(str(settings.raw("pp")))))
+    except ValueError:
+        return 1
+
+
+def _worker(settings: Settings, scheduler: SchedulerSettings, rank: int) -> WorkerSettings:
+    port, num_ranks = int(scheduler.workers[rank].rpartition(":")[2]), len(scheduler.workers)
+    # The workers' metrics are on the ports above the scheduler's.
+    metrics_port = scheduler.metrics_port + 1 + rank if scheduler.metrics_port else scheduler.metrics_port
+    fixed = {
+        "host": _LOOPBACK,
+        "port": port,
+        "cluster_key": scheduler.cluster_key,
+        "metrics_port": metrics_port,
+        "local_ranks": num_ranks,
+    }
+    if num_ranks > 1 and settings.raw("device") == "cuda":
+        fixed["device"] = f"cuda:{rank}"
+    return settings.build(WorkerSettings, **fixed)
 
 
 def child_spec(name: str, command: str, values: BaseModel, log_path: Path | None = None) -> ChildSpec:

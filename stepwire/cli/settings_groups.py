@@ -40,6 +40,7 @@ SERVE = SettingsGroup(
                 "memory_fraction",
                 "memory_limit_bytes",
                 "kv_cache_bytes",
+                "collective_timeout",
                 "restart_store",
                 "restart_store_bytes",
             ),

@@ -55,6 +55,8 @@ _CODES: Mapping[str, grpc.StatusCode] = {
     "CLIENT_TOO_SLOW": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "REQUEST_ENDS_WORKERS": grpc.StatusCode.INTERNAL,
     "FENCED": grpc.StatusCode.UNAVAILABLE,
+    "PEER_LOST": grpc.StatusCode.UNAVAILABLE,
+    "RENDEZVOUS_FAILED": grpc.StatusCode.UNAVAILABLE,
 }
 
 

@@ -1,5 +1,6 @@
 """Ports on this machine: whether one is free, and which one is."""
 
+import contextlib
 import errno
 import socket
 
@@ -11,6 +12,14 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.create_server((host, 0), family=_family(host)) as probe:
         port: int = probe.getsockname()[1]
         return port
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """So many different ports, likewise."""
+    with contextlib.ExitStack() as stack:
+        # All at once, so that none comes twice.
+        probes = [stack.enter_context(socket.create_server((host, 0), family=_family(host))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def check_free(host: str, port: int) -> None:

@@ -86,6 +86,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The request ended its worker each time that it ran, at last alone: it is not tried again. INTERNAL."""
     ERROR_REASON_FENCED: _ErrorReason.ValueType  # 43
     """Another scheduler has taken the workers over; this one serves no more. UNAVAILABLE."""
+    ERROR_REASON_PEER_LOST: _ErrorReason.ValueType  # 46
+    """Another rank of the group was lost while this one waited for it, or the group does not answer in time. UNAVAILABLE."""
+    ERROR_REASON_RENDEZVOUS_FAILED: _ErrorReason.ValueType  # 47
+    """The ranks of a group did not come together; metadata says where they were to meet. UNAVAILABLE."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. Every failed call carries exactly one google.rpc.ErrorInfo
@@ -158,4 +162,8 @@ ERROR_REASON_REQUEST_ENDS_WORKERS: ErrorReason.ValueType  # 42
 """The request ended its worker each time that it ran, at last alone: it is not tried again. INTERNAL."""
 ERROR_REASON_FENCED: ErrorReason.ValueType  # 43
 """Another scheduler has taken the workers over; this one serves no more. UNAVAILABLE."""
+ERROR_REASON_PEER_LOST: ErrorReason.ValueType  # 46
+"""Another rank of the group was lost while this one waited for it, or the group does not answer in time. UNAVAILABLE."""
+ERROR_REASON_RENDEZVOUS_FAILED: ErrorReason.ValueType  # 47
+"""The ranks of a group did not come together; metadata says where they were to meet. UNAVAILABLE."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

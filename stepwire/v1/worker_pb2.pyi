@@ -68,6 +68,7 @@ class InitDeviceRequest(_message.Message):
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     PIPELINE_RANK_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The new epoch: greater than any the worker has seen, or equal for a repeat."""
     scheduler_id: _builtins.str
@@ -80,6 +81,10 @@ class InitDeviceRequest(_message.Message):
     """Place among the pipeline-parallel ranks."""
     pipeline_parallel_size: _builtins.int
     """Number of pipeline-parallel ranks."""
+    rendezvous: _builtins.str
+    """Where the ranks of the group meet, host:port, as rank 0 answered. Empty in the call that rank 0 is to answer with
+    it, and for a group of one.
+    """
     def __init__(
         self,
         *,
@@ -89,10 +94,11 @@ class InitDeviceRequest(_message.Message):
         tensor_parallel_size: _builtins.int = ...,
         pipeline_rank: _builtins.int = ...,
         pipeline_parallel_size: _builtins.int = ...,
+        rendezvous: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "pipeline_parallel_size", b"pipeline_parallel_size", "pipeline_rank", b"pipeline_rank", "scheduler_id", b"scheduler_id", "tensor_parallel_size", b"tensor_parallel_size", "tensor_rank", b"tensor_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "pipeline_parallel_size", b"pipeline_parallel_size", "pipeline_rank", b"pipeline_rank", "rendezvous", b"rendezvous", "scheduler_id", b"scheduler_id", "tensor_parallel_size", b"tensor_parallel_size", "tensor_rank", b"tensor_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -110,6 +116,7 @@ class InitDeviceResponse(_message.Message):
     FREE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """Its name, such as "cpu" or "cuda:0"."""
     device_name: _builtins.str
@@ -122,6 +129,8 @@ class InitDeviceResponse(_message.Message):
     """The worker's host name."""
     process_id: _builtins.int
     """The worker's process id."""
+    rendezvous: _builtins.str
+    """Where the ranks of the group meet, host:port; empty for a group of one."""
     def __init__(
         self,
         *,
@@ -131,10 +140,11 @@ class InitDeviceResponse(_message.Message):
         free_memory_bytes: _builtins.int = ...,
         host: _builtins.str = ...,
         process_id: _builtins.int = ...,
+        rendezvous: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_name", b"device_name", "free_memory_bytes", b"free_memory_bytes", "host", b"host", "process_id", b"process_id", "total_memory_bytes", b"total_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_name", b"device_name", "free_memory_bytes", b"free_memory_bytes", "host", b"host", "process_id", b"process_id", "rendezvous", b"rendezvous", "total_memory_bytes", b"total_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -847,7 +857,10 @@ Global___SequenceSampling: _TypeAlias = SequenceSampling  # noqa: Y015
 
 @_typing.final
 class StepResult(_message.Message):
-    """The result of one step, from the output rank; in columns."""
+    """The result of one step, from the output rank, which is tensor rank 0 of the last
+    pipeline stage; in columns. Other ranks answer every few steps, with epoch and
+    step id alone: they have executed all steps up to that one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

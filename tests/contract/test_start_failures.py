@@ -35,7 +35,10 @@ async def two_ranks() -> AsyncIterator[tuple[list[FakeWorker], GroupStarter]]:
         await server.start()
     clients = [WorkerClient(server.address, key=None, tracer=get_tracer(None)) for server in servers]
     try:
-        yield [server.worker for server in servers], GroupStarter(clients, start_plan(), get_tracer(None))
+        yield (
+            [server.worker for server in servers],
+            GroupStarter(clients, start_plan(tensor_parallel_size=2), get_tracer(None)),
+        )
     finally:
         for client in clients:
             await client.close()

@@ -47,7 +47,7 @@ async def test_an_adopted_worker_keeps_the_weights_of_our_model(server: FakeWork
     await start(server)
     server.worker.calls.clear()
     started = await start(server)
-    assert server.worker.calls == ["GetStatus", "Reset", *PHASES[1:]]
+    assert server.worker.calls == ["GetStatus", "Reset", "InitDevice", *PHASES[1:]]
     assert (started.epoch, started.summary.already_loaded) == (2, True)
 
 

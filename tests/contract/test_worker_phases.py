@@ -307,7 +307,7 @@ async def test_a_checkpoint_error_arrives_with_all_it_knows(code: str, reason: s
         code, "tensor a is short", "copy the file again", Path("/m/a.safetensors"), "a", "[2, 3]", "[2, 2]"
     )
     async with running_worker(runtime=FakeRuntime(failures={"load_model": failure})) as worker:
-        await worker.init_device(tensor_rank=1, tensor_parallel_size=2)
+        await worker.init_device(tensor_rank=1, tensor_parallel_size=2, rendezvous="h:1")
         error = await refused(worker.load_model())
         assert error.reason == reason
         assert error.message == "tensor a is short; copy the file again"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.errors import LoadCancelled
-from worker_service.runtime.report import DeviceInfo, LoadPhase, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.report import DeviceInfo, LoadPhase, LoadSummary, Meeting, MemoryReport, Phase
 from worker_service.runtime.step import Logprobs, NewSequence, StateMismatch, StepInput, StepOutput, nobody_waits
 
 VOCAB_SIZE = 1000
@@ -45,15 +45,26 @@ class FakeRuntime:
     sequences: dict[int, FakeSequence] = field(default_factory=dict)
     total_bytes: int = 1000
     place: Any = None
+    meetings: list[Meeting] = field(default_factory=list)
+    num_left: int = 0
+    others_are_warm: bool = True
 
     @property
     def num_sequences(self) -> int:
         return len(self.sequences)
 
-    def init_device(self, place: Any) -> DeviceInfo:
+    def init_device(self, place: Any, meeting: Meeting) -> DeviceInfo:
         self._begin("init_device")
         self.place = place
-        return DeviceInfo("fake", "no device", 1 << 30, 1 << 29)
+        is_group = place.tensor_parallel_size * place.pipeline_parallel_size > 1
+        self.meetings.append(meeting)
+        return DeviceInfo("fake", "no device", 1 << 30, 1 << 29, (meeting.address or "fake:1") if is_group else "")
+
+    def leave_group(self) -> None:
+        self.num_left += 1
+
+    def on_all_ranks(self, is_so: bool) -> bool:
+        return is_so and self.others_are_warm
 
     def load_model(
         self,

@@ -108,6 +108,10 @@ class FakeWorker:
 
     epoch: int = 0
     scheduler_id: str = ""
+    place: tuple[int, int] = (0, 0)
+    rendezvous: str = ""
+    is_placed: bool = False
+    is_output: bool = True
     phase: int = pb.PHASE_STARTING
     measured: tuple[int, int] = (0, 0)
     num_blocks: int = 0
@@ -287,11 +291,23 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def InitDevice(self, request: pb.InitDeviceRequest, context: Any) -> pb.InitDeviceResponse:
         self._enter("InitDevice", context)
-        self._need("InitDevice", pb.PHASE_STARTING)
-        self._begin_epoch(request.epoch, request.scheduler_id)
-        self._worker.phase = pb.PHASE_INITIALISED
-        process_id = self._worker.process_id
-        return pb.InitDeviceResponse(device="cpu", device_name="fake", host="fakehost", process_id=process_id)
+        worker = self._worker
+        if request.epoch != worker.epoch or worker.is_placed:
+            self._need("InitDevice", pb.PHASE_STARTING)
+            self._begin_epoch(request.epoch, request.scheduler_id)
+        num_ranks = request.tensor_parallel_size * request.pipeline_parallel_size
+        worker.place = (request.tensor_rank, request.pipeline_rank)
+        worker.rendezvous = request.rendezvous
+        worker.is_placed = bool(request.rendezvous) or num_ranks == 1
+        worker.is_output = request.tensor_rank == 0 and request.pipeline_rank == request.pipeline_parallel_size - 1
+        worker.phase = max(worker.phase, pb.PHASE_INITIALISED)
+        return pb.InitDeviceResponse(
+            device="cpu",
+            device_name="fake",
+            host="fakehost",
+            process_id=worker.process_id,
+            rendezvous=(request.rendezvous or "fake:1") if num_ranks > 1 else "",
+        )
 
     async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> AsyncIterator[pb.LoadModelResponse]:
         worker = self._worker
@@ -379,13 +395,18 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise failure
             if request.step.epoch != worker.epoch:
                 raise StepwireError("STALE_EPOCH", f"in epoch {worker.epoch}, step carries {request.step.epoch}")
-            yield pb.ExecuteModelResponse(result=worker.execute(request.step))
+            result = worker.execute(request.step)
+            if worker.is_output:
+                yield pb.ExecuteModelResponse(result=result)
+            elif request.step.step_id % 8 == 0:
+                yield pb.ExecuteModelResponse(result=pb.StepResult(epoch=worker.epoch, step_id=request.step.step_id))
 
     def _begin_epoch(self, epoch: int, scheduler_id: str) -> None:
         worker = self._worker
         if epoch <= worker.epoch:
             raise StepwireError("STALE_EPOCH", f"in epoch {worker.epoch}, asked for {epoch}")
         worker.epoch, worker.scheduler_id, worker.last_step_id = epoch, scheduler_id, 0
+        worker.is_placed = False
         worker.sequences.clear()
         worker.slots.clear()
 

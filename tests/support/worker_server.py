@@ -32,9 +32,11 @@ class RunningWorker:
     stub: "WorkerServiceAsyncStub"
     port: int
 
-    async def init_device(self, epoch: int = 1, scheduler_id: str = "s", **place: int) -> pb.InitDeviceResponse:
+    async def init_device(
+        self, epoch: int = 1, scheduler_id: str = "s", rendezvous: str = "", **place: int
+    ) -> pb.InitDeviceResponse:
         place = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **place}
-        request = pb.InitDeviceRequest(epoch=epoch, scheduler_id=scheduler_id, **place)
+        request = pb.InitDeviceRequest(epoch=epoch, scheduler_id=scheduler_id, rendezvous=rendezvous, **place)
         return await self.stub.InitDevice(request, timeout=TIMEOUT_S)
 
     async def load_model(

@@ -20,6 +20,8 @@ _REASON_OF_RUNTIME_CODE: Mapping[str, str] = {
     "out_of_memory": "OUT_OF_MEMORY",
     "unsupported": "FIELD_INVALID",
     "invalid": "FIELD_INVALID",
+    "rendezvous_failed": "RENDEZVOUS_FAILED",
+    "peer_lost": "PEER_LOST",
 }
 
 # After one of these the device answers no further call rightly.
@@ -66,8 +68,8 @@ def step_failure(error: BaseException, *, step_id: int | None = None) -> Stepwir
     metadata = {} if step_id is None else {"step_id": str(step_id)}
     if isinstance(error, StateMismatch):
         return StepwireError("STATE_MISMATCH", str(error), metadata)
-    if isinstance(error, RuntimeFailure) and error.code == "out_of_memory":
-        return StepwireError("OUT_OF_MEMORY", str(error), {**metadata, **error.metadata})
+    if isinstance(error, RuntimeFailure) and error.code in ("out_of_memory", "peer_lost"):
+        return StepwireError(_REASON_OF_RUNTIME_CODE[error.code], str(error), {**metadata, **error.metadata})
     if isinstance(error, DeviceStopped) and error.__cause__ is not None:
         return _worker_failure(error.__cause__, metadata)
     return _worker_failure(error, metadata)

@@ -26,7 +26,7 @@ from worker_service.rpc.progress import LoadProgress, WarmUpProgress, record_pha
 from worker_service.rpc.spans import SequenceSpans
 from worker_service.rpc.state import Cached, Loaded, Measured, Place, Warm, WorkerState
 from worker_service.rpc.stream import StepSession
-from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase
 
 T = TypeVar("T")
 
@@ -72,12 +72,13 @@ class Lifecycle:
         self._changes: set[asyncio.Task[Any]] = set()
         self._loads: set[LoadProgress] = set()
 
-    async def init_device(self, epoch: int, scheduler_id: str, place: Place) -> DeviceInfo:
-        """STARTING or INITIALISED → INITIALISED, in a new epoch."""
-        _check_place(place)
+    async def init_device(self, epoch: int, scheduler_id: str, place: Place, rendezvous: str = "") -> DeviceInfo:
+        """STARTING or INITIALISED → INITIALISED, in a new epoch, or in one that a reset began: then the phase stays, as
+        long as the place does. The ranks of a group meet at `rendezvous`."""
+        _check_place(place, rendezvous)
         if self.state.is_new_epoch(epoch, scheduler_id) and self.state.phase <= Phase.INITIALISED:
             self._interrupt(stale_epoch(held=epoch, got=self.state.epoch))
-        return await self._change(self._init_device(epoch, scheduler_id, place))
+        return await self._change(self._init_device(epoch, scheduler_id, place, rendezvous))
 
     async def load_model(
         self, epoch: int, model_path: str, dtype: str, progress: LoadProgress, *, quantize: str = "none"
@@ -162,19 +163,29 @@ class Lifecycle:
         """This worker's rank; 0 before it has one."""
         return 0 if self.state.place is None else self.state.place.rank
 
-    async def _init_device(self, epoch: int, scheduler_id: str, place: Place) -> DeviceInfo:
+    async def _init_device(self, epoch: int, scheduler_id: str, place: Place, rendezvous: str) -> DeviceInfo:
         state = self.state
         is_new = state.is_new_epoch(epoch, scheduler_id)
+        is_unmet = place.num_ranks > 1 and not state.rendezvous
         if not is_new and state.device is not None and state.place == place:
-            return state.device
-        if state.phase > Phase.INITIALISED or (not is_new and state.phase is Phase.INITIALISED):
+            if rendezvous == state.rendezvous and not is_unmet:
+                return state.device
+            may_place = state.rendezvous is None or is_unmet
+        else:
+            may_place = is_new or state.rendezvous is None
+        if not may_place or state.phase > (Phase.INITIALISED if is_new else Phase.CACHED):
             raise state.wrong_phase(
                 "InitDevice", Phase.STARTING, remedy="call Reset to PHASE_INITIALISED with a new epoch"
             )
-        device = await self._device.run(partial(_init_runtime, place=place))
-        state.take_epoch(epoch, scheduler_id)
-        state.device, state.place = device, place
-        await self._enter(Phase.INITIALISED)
+        if state.place != place and state.phase > Phase.INITIALISED:
+            # What it holds is the shard of another place.
+            await self._device.run(lambda r: r.reset(Phase.INITIALISED))
+            state.drop_to(Phase.INITIALISED)
+        device = await self._device.run(partial(_init_runtime, place=place, meeting=Meeting(epoch, rendezvous)))
+        if is_new:
+            state.take_epoch(epoch, scheduler_id)
+        state.device, state.place, state.rendezvous = device, place, rendezvous
+        await self._enter(max(state.phase, Phase.INITIALISED))
         return device
 
     async def _load_model(
@@ -221,6 +232,7 @@ class Lifecycle:
         ):
             return measured.report
         state.require_phase("DetermineAvailableMemory", Phase.LOADED)
+        state.require_group("DetermineAvailableMemory")
         report = await self._device.run(lambda r: r.determine_available_memory(max_step_tokens, max_sequences))
         state.measured = Measured(max_step_tokens, max_sequences, report)
         return report
@@ -246,17 +258,22 @@ class Lifecycle:
         if state.phase is Phase.READY and state.warm == size:
             return
         state.require_phase("WarmUp", Phase.CACHED)
+        state.require_group("WarmUp")
         if state.measured is not None:
             check_number("max_step_token_count", size.max_step_tokens, 1, state.measured.max_step_tokens)
             check_number("max_sequence_count", size.max_sequences, 1, state.measured.max_sequences)
-        if state.warm != size:
+        is_warm = state.warm == size
+        if state.place is not None and state.place.num_ranks > 1:
+            # Its steps need all ranks, and one of them may be another process now.
+            is_warm = await self._device.run(partial(_on_all_ranks, is_so=is_warm))
+        if not is_warm:
             await self._device.run(lambda r: r.warm_up(size.max_step_tokens, size.max_sequences, progress.report))
             state.warm = size
         self.session = self._new_session(size)
         await self._enter(Phase.READY)
 
     def _new_session(self, size: Warm) -> StepSession:
-        loaded, cached = self.state.loaded, self.state.cached
+        loaded, cached, place = self.state.loaded, self.state.cached, self.state.place
         if loaded is None or cached is None:
             raise RuntimeError("a session needs a model and a cache")
         limits = StepLimits(
@@ -274,6 +291,8 @@ class Lifecycle:
             device=self._device,
             spans=spans,
             on_answer=self._metrics.step_answered,
+            is_output=place is None or place.is_output,
+            num_stages=1 if place is None else place.pipeline_parallel_size,
         )
 
     async def _reset(self, epoch: int, scheduler_id: str, to: Phase) -> Phase:
@@ -287,16 +306,25 @@ class Lifecycle:
         state.take_epoch(epoch, scheduler_id)
         target = min(state.phase, to)
         if state.phase > Phase.STARTING:
-            await self._device.run(lambda r: r.reset(target))
+            await self._device.run(partial(_reset_runtime, to=target))
         state.drop_to(target)
         await self._enter(target)
         return target
 
 
-def _init_runtime(runtime: Runtime, place: Place) -> DeviceInfo:
-    return runtime.init_device(
-        RankPlace(place.tensor_rank, place.tensor_parallel_size, place.pipeline_rank, place.pipeline_parallel_size)
-    )
+def _init_runtime(runtime: Runtime, place: Place, meeting: Meeting) -> DeviceInfo:
+    ranks = RankPlace(place.tensor_rank, place.tensor_parallel_size, place.pipeline_rank, place.pipeline_parallel_size)
+    return runtime.init_device(ranks, meeting)
+
+
+def _on_all_ranks(runtime: Runtime, is_so: bool) -> bool:
+    return runtime.on_all_ranks(is_so)
+
+
+def _reset_runtime(runtime: Runtime, to: Phase) -> None:
+    # Another rank may wait in a step of the old epoch that this one never runs.
+    runtime.leave_group()
+    runtime.reset(to)
 
 
 def _load_runtime(runtime: Runtime, path: Path, dtype: str, quantize: str, progress: LoadProgress) -> LoadSummary:
@@ -316,11 +344,19 @@ def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
         raise StepwireError("FIELD_INVALID", message, {"field": field, "found": found})
 
 
-def _check_place(place: Place) -> None:
+def _check_place(place: Place, rendezvous: str) -> None:
     check_number("tensor_parallel_size", place.tensor_parallel_size, 1, 1024)
     check_number("pipeline_parallel_size", place.pipeline_parallel_size, 1, 1024)
     check_number("tensor_rank", place.tensor_rank, 0, place.tensor_parallel_size - 1)
     check_number("pipeline_rank", place.pipeline_rank, 0, place.pipeline_parallel_size - 1)
+    if place.num_ranks > 1 and place.rank > 0 and not rendezvous:
+        raise StepwireError(
+            "FIELD_INVALID",
+            f"rank {place.rank} of a group needs the rendezvous that rank 0 answers",
+            {"field": "rendezvous"},
+        )
+    if place.num_ranks == 1 and rendezvous:
+        raise StepwireError("FIELD_INVALID", "a group of one meets nowhere", {"field": "rendezvous"})
 
 
 def _check_step_size(max_step_tokens: int, max_sequences: int) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from loader.shares import RankPlace
-from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase
 from worker_service.runtime.step import StepInput, StepOutput
 
 
@@ -13,8 +13,16 @@ class Runtime(Protocol):
     """A device with what it holds. Every call blocks and is made on the device thread; errors are typed:
     RuntimeFailure, CheckpointError, LoadCancelled, StateMismatch."""
 
-    def init_device(self, place: RankPlace) -> DeviceInfo:
-        """Selects the device and this rank's place."""
+    def init_device(self, place: RankPlace, meeting: Meeting) -> DeviceInfo:
+        """Selects the device and this rank's place, and meets the other ranks or, as rank 0, says where."""
+        ...
+
+    def leave_group(self) -> None:
+        """Ends what connects this rank with others, so that those that wait for it fail. Keeps everything else."""
+        ...
+
+    def on_all_ranks(self, is_so: bool) -> bool:
+        """Whether it is so on every rank of the group; all of them must ask."""
         ...
 
     def load_model(

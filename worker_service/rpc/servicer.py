@@ -56,7 +56,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             request.pipeline_parallel_size,
         )
         with self._call():
-            device = await self._lifecycle.init_device(request.epoch, request.scheduler_id, place)
+            device = await self._lifecycle.init_device(request.epoch, request.scheduler_id, place, request.rendezvous)
         return worker_pb2.InitDeviceResponse(
             device=device.device,
             device_name=device.device_name,
@@ -64,6 +64,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             free_memory_bytes=device.free_memory_bytes,
             host=self._host,
             process_id=os.getpid(),
+            rendezvous=device.rendezvous,
         )
 
     async def LoadModel(

@@ -23,6 +23,16 @@ class Place:
         """The rank among all of the group."""
         return self.pipeline_rank * self.tensor_parallel_size + self.tensor_rank
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def is_output(self) -> bool:
+        """Whether this rank answers with tokens."""
+        return self.pipeline_rank == self.pipeline_parallel_size - 1 and self.tensor_rank == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -72,6 +82,8 @@ class WorkerState:
     epoch: int = 0
     scheduler_id: str = ""
     place: Place | None = None
+    rendezvous: str | None = None
+    """Where the ranks of the group have met in this epoch, "" for nowhere; None before InitDevice."""
     device: DeviceInfo | None = None
     loaded: Loaded | None = None
     measured: Measured | None = None
@@ -96,7 +108,7 @@ class WorkerState:
 
     def take_epoch(self, epoch: int, scheduler_id: str) -> None:
         """Enters an epoch."""
-        self.epoch, self.scheduler_id = epoch, scheduler_id
+        self.epoch, self.scheduler_id, self.rendezvous = epoch, scheduler_id, None
 
     def require_epoch(self, epoch: int) -> None:
         """Raises StepwireError STALE_EPOCH unless `epoch` is the worker's."""
@@ -107,6 +119,16 @@ class WorkerState:
         """Raises StepwireError WRONG_PHASE unless the worker is in phase `needed`."""
         if self.phase is not needed:
             raise self.wrong_phase(call, needed, remedy=remedy)
+
+    def require_group(self, call: str) -> None:
+        """Raises StepwireError WRONG_PHASE where the ranks of the group have not met in this epoch."""
+        if self.place is not None and self.place.num_ranks > 1 and not self.rendezvous:
+            remedy = "call InitDevice on all ranks, with the rendezvous that rank 0 answers"
+            raise StepwireError(
+                "WRONG_PHASE",
+                f"{call} needs the ranks of the group, which have not met in epoch {self.epoch}; {remedy}",
+                {"call": call, "held": self.phase.name, "needed": "rendezvous", "remedy": remedy},
+            )
 
     def wrong_phase(self, call: str, needed: Phase, *, remedy: str = "") -> StepwireError:
         """The error of a call out of its phase."""

@@ -20,8 +20,10 @@ from worker_service.rpc.spans import SequenceSpans, request_ids
 from worker_service.runtime.step import StateMismatch, StepInput, StepOutput
 
 # Of one stream: read, and not yet answered. Two keep the device busy; more serve deeper pipelines. A peer
-# that sends faster is held up by flow control.
+# that sends faster is held up by flow control. Groups have one more than pipeline stages.
 MAX_STEPS_IN_FLIGHT = 8
+# A rank that does not answer with tokens says so often that it has executed all steps so far.
+ACKNOWLEDGE_EVERY = 8
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -41,13 +43,21 @@ class StepSession:
         device: DeviceThread[Runtime],
         spans: SequenceSpans,
         on_answer: Callable[[StepOutput, int], None],
+        is_output: bool = True,
+        num_stages: int = 1,
     ) -> None:
-        """`on_answer` is told each step's output, and the nanoseconds that the step waited for the device."""
+        """`on_answer` is told each step's output, and the nanoseconds that the step waited for the device.
+
+        A rank that is not the output of its group, of `num_stages` pipeline stages, acknowledges steps every now and
+        then.
+        """
         self.guard: StepGuard[worker_pb2.StepResult] = StepGuard(epoch)
         self.limits = limits
         self.device = device
         self.spans = spans
         self.on_answer = on_answer
+        self.is_output = is_output
+        self.max_in_flight = max(MAX_STEPS_IN_FLIGHT, num_stages + 1)
         self._refused: set[int] = set()
         self._stream: StepStream | None = None
 
@@ -119,7 +129,7 @@ class StepStream:
     def __init__(self, session: StepSession) -> None:
         self._session = session
         self._answers: asyncio.Queue[worker_pb2.ExecuteModelResponse | StepwireError | None] = asyncio.Queue()
-        self._slots = asyncio.Semaphore(MAX_STEPS_IN_FLIGHT)
+        self._slots = asyncio.Semaphore(session.max_in_flight)
         self._reader: asyncio.Task[None] | None = None
         self._may_read = True
         self._ended = False
@@ -238,9 +248,16 @@ class StepStream:
     def _answer(self, job: "_StepJob", output: StepOutput) -> None:
         session = self._session
         output.errors.update(job.errors)
-        result = step_result(output, epoch=session.guard.epoch, queue_ns=job.queue_ns)
-        session.guard.complete(job.step.step_id, result)
-        self._answers.put_nowait(worker_pb2.ExecuteModelResponse(result=result))
+        epoch, step_id = session.guard.epoch, job.step.step_id
+        if session.is_output:
+            result = step_result(output, epoch=epoch, queue_ns=job.queue_ns)
+        else:
+            result = worker_pb2.StepResult(epoch=epoch, step_id=step_id)
+        session.guard.complete(step_id, result)
+        if session.is_output or step_id % ACKNOWLEDGE_EVERY == 0:
+            self._answers.put_nowait(worker_pb2.ExecuteModelResponse(result=result))
+        else:
+            self._slots.release()
         session.spans.record(job.step, output)
         session.on_answer(output, job.queue_ns)
 

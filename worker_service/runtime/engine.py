@@ -12,6 +12,7 @@ from worker_service.models.lora import AdapterFactors, Factors
 from worker_service.models.registry import build_model
 from worker_service.runtime.adapters import PackedAdapter
 from worker_service.runtime.executor import Executor, TorchExecutor, context_bytes
+from worker_service.runtime.group import RankGroup
 from worker_service.runtime.kv_cache import CacheShape, KvCache
 
 
@@ -64,11 +65,22 @@ class TorchEngine:
 
     layout = "plain"
 
-    def __init__(self, config: ModelConfig, place: RankPlace, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises CheckpointError for a config that is not computed, ValueError for one that cannot be split."""
-        self._model = build_model(config, place, None)
+    def __init__(
+        self,
+        config: ModelConfig,
+        place: RankPlace,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: RankGroup | None = None,
+    ) -> None:
+        """`group` is that of the place, where it is not the only one.
+
+        Raises CheckpointError for a config that is not computed, ValueError for one that cannot be split.
+        """
+        self._model = build_model(config, place, group if place.tensor_parallel_size > 1 else None)
         self._dtype = dtype
         self._device = device
+        self._group = group if place.num_ranks > 1 else None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -94,7 +106,9 @@ class TorchEngine:
         """See Engine."""
         cache = KvCache(self._shape, num_blocks, block_size, self._device)
         self._model.prepare(max_model_len, dtype=self._dtype, device=self._device)
-        return TorchExecutor(self._model, cache, max_model_len=max_model_len, device=self._device)
+        return TorchExecutor(
+            self._model, cache, max_model_len=max_model_len, device=self._device, dtype=self._dtype, group=self._group
+        )
 
     def pack_adapter(self, factors: Mapping[str, LoraFactors]) -> PackedAdapter:
         """See Engine."""

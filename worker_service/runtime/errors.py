@@ -10,7 +10,8 @@ class RuntimeFailure(Exception):
 
     `code` is one of "device_unavailable", "out_of_memory", "unsupported" (a setting or model that
     this version cannot serve), "limit" (more than a setting allows), "invalid" (a number out of its range,
-    or a call out of its phase), "cancelled" (by the caller) and "device_failed" (the device can no longer
+    or a call out of its phase), "cancelled" (by the caller), "rendezvous_failed" and "peer_lost" (the ranks of the
+    group do not come together, or one of the others was lost) and "device_failed" (the device can no longer
     be trusted).
     `message` says what was needed, what there was and which setting to change; `metadata` repeats
     the variable parts for programs.

@@ -12,6 +12,7 @@ from worker_service.models.model import Model
 from worker_service.runtime.adapters import ResidentAdapter
 from worker_service.runtime.attention import TILE, AttentionPlanner, PagedAttention, gather_bytes
 from worker_service.runtime.batch import StepBatch
+from worker_service.runtime.group import RankGroup
 from worker_service.runtime.kv_cache import CacheShape, KvCache
 
 IntArray = NDArray[np.int64]
@@ -29,6 +30,11 @@ class Executor(Protocol):
     @property
     def num_cheap_tokens(self) -> int:
         """Tokens that a step computes in little more time than one."""
+        ...
+
+    @property
+    def group(self) -> RankGroup | None:
+        """The ranks that it computes with; None for none."""
         ...
 
     @property
@@ -51,7 +57,8 @@ class Executor(Protocol):
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Runs all layers over the batch's tokens, storing their keys and values.
 
-        Answers the hidden states of the rows `batch.hidden_tokens`, [hidden_tokens, hidden_size].
+        Answers the hidden states of the rows `batch.hidden_tokens`, [hidden_tokens, hidden_size]; a stage before the
+        last hands all of them to the next one, and its own answer means nothing.
         """
         ...
 
@@ -70,9 +77,20 @@ class TorchExecutor:
     wants_decodes_first = True
     num_cheap_tokens = 8
 
-    def __init__(self, model: Model, cache: KvCache, *, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: KvCache,
+        *,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        group: RankGroup | None = None,
+    ) -> None:
         self._model = model
         self._cache = cache
+        self._dtype = dtype
+        self.group = group
         self.device = device
         self.vocab_size = model.config.vocab_size
         self.num_blocks, self.block_size, self.cache_bytes = cache.num_blocks, cache.block_size, cache.num_bytes
@@ -89,7 +107,10 @@ class TorchExecutor:
         plan = self._planner.plan(batch.slots, batch.counts, batch.computed, batch.tables)
         attention = PagedAttention(self._cache, self._planner, plan)
         adapters = self._row_adapters(batch) if batch.adapters else None
-        hidden = self._model.forward(self._tensor(batch.token_ids), self._tensor(batch.positions), attention, adapters)
+        hidden = self._model.forward(self._input(batch), self._tensor(batch.positions), attention, adapters)
+        if self.group is not None and not self._model.rank_place.is_last_stage:
+            self.group.send_hidden(hidden)
+            return hidden
         if len(batch.hidden_tokens) < len(hidden):
             hidden = hidden.index_select(0, self._tensor(batch.hidden_tokens))
         if self.device.type == "cuda":
@@ -111,6 +132,11 @@ class TorchExecutor:
         for rows in batch.adapters:
             which[rows.first : rows.first + rows.count] = numbers.setdefault(rows.adapter, len(numbers))
         return RowAdapters([cast(AdapterFactors, adapter.weights) for adapter in numbers], self._tensor(which))
+
+    def _input(self, batch: StepBatch) -> torch.Tensor:
+        if self.group is None or self._model.rank_place.is_first_stage:
+            return self._tensor(batch.token_ids)
+        return self.group.receive_hidden(len(batch.token_ids), self._model.config.hidden_size, self._dtype)
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

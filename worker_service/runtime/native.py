@@ -88,6 +88,7 @@ class NativeExecutor:
     wants_decodes_first = False
     # Of a small and of a large decoder: up to here reading the weights is what takes the time.
     num_cheap_tokens = 8
+    group = None
 
     def __init__(self, pool: native.Pool, spec: DecoderSpec, layout: KvLayout) -> None:
         """Raises RuntimeFailure "out_of_memory"."""

@@ -15,13 +15,25 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """The epoch in which the ranks of a group meet, and where: host:port as rank 0 says, "" where it is to say so."""
+
+    epoch: int = 0
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """The device. On a CPU the memory is what this process's control group allows. Bytes."""
+    """The device. On a CPU the memory is what this process's control group allows. Bytes.
+
+    `rendezvous` is where the ranks of the group meet; "" for a group of one.
+    """
 
     device: str
     device_name: str
     total_memory_bytes: int
     free_memory_bytes: int
+    rendezvous: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from worker_service.runtime.executor import Executor
 from worker_service.runtime.prompt_logprobs import ScoredPart, score_prompts, scored_parts
 from worker_service.runtime.sampler import Sampled, Sampler
 from worker_service.runtime.sequences import SequenceTable
+from worker_service.runtime.shared_tokens import SharedTokens
 from worker_service.runtime.step import NewSequence, StepInput, StepOutput, nobody_waits
 from worker_service.runtime.verification import drafted_before, final_places, last_places
 
@@ -34,6 +35,7 @@ class ModelRunner:
     def __init__(self, executor: Executor, *, max_model_len: int, adapters: AdapterTable | None = None) -> None:
         self._executor = executor
         self._adapters = SequenceAdapters(adapters)
+        self._shared = None if executor.group is None else SharedTokens(executor.group)
         self.max_model_len = max_model_len
         self.drop_sequences()
 
@@ -44,6 +46,8 @@ class ModelRunner:
 
     def drop_sequences(self) -> None:
         """Forgets all sequences; the cache's content means nothing from then on."""
+        if self._shared is not None:
+            self._shared.drop()
         self._adapters.clear()
         self._table = SequenceTable(
             vocab_size=self._executor.vocab_size,
@@ -62,6 +66,9 @@ class ModelRunner:
         """
         output = StepOutput(step.step_id, start_unix_ns=time.time_ns())
         begin = time.perf_counter_ns()
+        if self._shared is not None:
+            for step_id, batch, sampled in self._shared.needed_for(step):
+                self._record(batch, sampled, StepOutput(step_id))
         checked = check_step(step, self._table)
         self._apply(step, checked)
         output.errors.update(checked.sequence_errors)
@@ -132,6 +139,13 @@ class ModelRunner:
 
     def _compute(self, batch: StepBatch, output: StepOutput) -> None:
         begin, table = time.perf_counter_ns(), self._table
+        if self._shared is not None and not self._shared.samples:
+            self._executor.forward(batch)
+            self._shared.expect(output.step_id, batch)
+            output.forward_ns = time.perf_counter_ns() - begin
+            return
+        if self._shared is not None:
+            self._shared.begin(batch)
         if table.scored and (prompts := scored_parts(batch, table)):
             batch, hidden = self._score_prompts(batch, prompts, output)
         else:
@@ -152,6 +166,8 @@ class ModelRunner:
             output.forward_ns = time.perf_counter_ns() - begin
             drafted = drafted_before(batch, table)
             self._record(batch, self._sampler.sample(logits, rows, num_outputs, table.sampling, drafted), output)
+        if self._shared is not None:
+            self._shared.publish()
         output.sample_ns = time.perf_counter_ns() - begin - output.forward_ns
 
     def _score_prompts(
@@ -180,6 +196,8 @@ class ModelRunner:
         return batch, hidden.index_select(0, kept.to(hidden.device))
 
     def _record(self, batch: StepBatch, sampled: Sampled, output: StepOutput) -> None:
+        if self._shared is not None and self._shared.samples:
+            sampled = self._shared.share(batch, sampled)
         table, which = self._table, batch.sampled
         if batch.offsets is not None:
             last = self._accept(batch, batch.offsets, sampled, output)

@@ -24,7 +24,7 @@ from stepwire.simulation.cost import CostModel, Hardware, ModelShape, StepLoad
 from stepwire.simulation.shapes import shape_of_checkpoint
 from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.errors import RuntimeFailure
-from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.step import (
@@ -39,6 +39,8 @@ from worker_service.runtime.step import (
 T = TypeVar("T")
 IntArray = NDArray[np.int64]
 
+_ALONE = Meeting()
+_NOWHERE = "nowhere:1"
 _LOWER_KV = "raise sim_memory_bytes, memory_fraction or memory_limit_bytes, or use a smaller model"
 
 
@@ -96,12 +98,17 @@ class SimRuntime:
         runner = self._runner
         return 0 if runner is None else runner.num_sequences
 
-    def init_device(self, place: RankPlace) -> DeviceInfo:
-        """Takes a place. Raises RuntimeFailure "unsupported" for more than one rank."""
-        if place.tensor_parallel_size > 1 or place.pipeline_parallel_size > 1:
-            raise RuntimeFailure("unsupported", "this version simulates a model on one worker; set both sizes to 1")
+    def init_device(self, place: RankPlace, meeting: Meeting = _ALONE) -> DeviceInfo:  # noqa: ARG002
+        """Takes a place. The ranks of a group need not meet: each draws the same tokens, and takes the time of all."""
         memory = self._hardware.memory_bytes
-        return DeviceInfo("sim", "simulated device", memory, memory)
+        return DeviceInfo("sim", "simulated device", memory, memory, _NOWHERE if place.num_ranks > 1 else "")
+
+    def leave_group(self) -> None:
+        """Nothing connects the ranks."""
+
+    def on_all_ranks(self, is_so: bool) -> bool:
+        """What it is here: what it is asked for, each rank can do or leave by itself."""
+        return is_so
 
     def load_model(
         self,

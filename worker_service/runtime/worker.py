@@ -18,6 +18,7 @@ from worker_service.runtime.dummy import decode_step, largest_lengths, num_block
 from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.executor import Executor
+from worker_service.runtime.group import GroupSettings, RankGroup
 from worker_service.runtime.loading import LoadJob, LoadPhases, load_into
 from worker_service.runtime.memory import (
     MemoryBudget,
@@ -31,13 +32,14 @@ from worker_service.runtime.memory import (
 from worker_service.runtime.model_adapters import AdapterSettings, ModelAdapters
 from worker_service.runtime.native import NativeEngine, native_pool
 from worker_service.runtime.preload import check_before_load
-from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase
 from worker_service.runtime.restart_store import RestartStore
 from worker_service.runtime.runner import ModelRunner
 from worker_service.runtime.step import Sampling, StepInput, StepOutput, nobody_waits
 
 T = TypeVar("T")
 
+_ALONE = Meeting()
 _BLOCK_SIZE = 16
 # The costliest way to sample: everything on.
 _FULL_SAMPLING = Sampling(
@@ -46,7 +48,7 @@ _FULL_SAMPLING = Sampling(
 _LOWER_STEP = "lower max_num_batched_tokens or max_num_seqs"
 
 
-class RuntimeSettings(MemorySettings, AdapterSettings, Protocol):
+class RuntimeSettings(MemorySettings, AdapterSettings, GroupSettings, Protocol):
     """What the runtime needs of the worker's settings."""
 
     @property
@@ -82,6 +84,7 @@ class WorkerRuntime:
         self._settings = settings
         self._store = store
         self._place = RankPlace()
+        self._group = RankGroup(settings)
         self._device: torch.device | None = None
         self._pool: Pool | None = None
         self._loaded: _Loaded | None = None
@@ -100,25 +103,38 @@ class WorkerRuntime:
         executor = self._executor
         return 0 if executor is None else executor.cache_bytes
 
-    def init_device(self, place: RankPlace) -> DeviceInfo:
-        """Selects the device and the number of threads. Raises RuntimeFailure "device_unavailable", or
-        "unsupported" for more than one rank."""
-        if place.tensor_parallel_size > 1 or place.pipeline_parallel_size > 1:
-            raise RuntimeFailure(
-                "unsupported",
-                f"tensor_parallel_size {place.tensor_parallel_size} x pipeline_parallel_size "
-                f"{place.pipeline_parallel_size}: this version runs a model on one worker; set both to 1",
-            )
+    def init_device(self, place: RankPlace, meeting: Meeting = _ALONE) -> DeviceInfo:
+        """Selects the device and the number of threads, and meets the other ranks or, as rank 0, says where.
+
+        Raises RuntimeFailure "device_unavailable", "invalid", or "rendezvous_failed".
+        """
         device = open_device(self._settings.device)
-        num_threads = self._settings.threads or usable_cores()
+        num_threads = self._settings.threads or max(1, usable_cores() // self._settings.local_ranks)
         torch.set_num_threads(num_threads)
         if self._device not in (None, device):
             self.reset(Phase.STARTING)
         self._device, self._place = device, place
         if self._pool is None and device.type == "cpu" and self._settings.native_kernels:
             self._pool = native_pool(num_threads)
+        rendezvous = self._meet(place, device, meeting)
         memory = device_memory(device)
-        return DeviceInfo(str(device), device_name(device), memory.total_bytes, memory.free_bytes)
+        return DeviceInfo(str(device), device_name(device), memory.total_bytes, memory.free_bytes, rendezvous)
+
+    def leave_group(self) -> None:
+        """Ends what connects this rank with others: those that wait for it fail at once."""
+        self._group.leave()
+
+    def on_all_ranks(self, is_so: bool) -> bool:
+        """Whether it is so on every rank of the group; all of them must ask."""
+        return self._group.on_all_ranks(is_so)
+
+    def _meet(self, place: RankPlace, device: torch.device, meeting: Meeting) -> str:
+        if place.num_ranks == 1:
+            return ""
+        if not meeting.address:
+            return self._group.bind(meeting.epoch)
+        self._group.form(place, device, meeting)
+        return meeting.address
 
     def load_model(
         self,
@@ -167,8 +183,12 @@ class WorkerRuntime:
             executor = loaded.engine.executor(num_blocks_of(lengths, _BLOCK_SIZE), _BLOCK_SIZE, longest)
             runner = ModelRunner(executor, max_model_len=longest)
             runner.execute(prefill_step(lengths, _BLOCK_SIZE, _FULL_SAMPLING))
+            runner.drop_sequences()
 
-        with explains_out_of_memory(device, f"a step of {max_step_tokens} tokens", _LOWER_STEP):
+        with (
+            self._group.left_on_failure(),
+            explains_out_of_memory(device, f"a step of {max_step_tokens} tokens", _LOWER_STEP),
+        ):
             measured = peak_bytes(device, largest_step)
         # Its prompts have no earlier context; a step that has needs this much more.
         activation = measured + loaded.engine.context_bytes(loaded.checkpoint.config.max_position_count)
@@ -200,7 +220,7 @@ class WorkerRuntime:
         plans = [[min(max_step_tokens, runner.max_model_len - 1)], *([1] * batch for batch in batches)]
         plans = [plan for plan in plans if plan[0] and num_blocks_of(plan, cache.block_size, 1) <= cache.num_blocks]
         progress(0, len(plans))
-        with explains_out_of_memory(device, "the steps of a warm-up", _LOWER_STEP):
+        with self._group.left_on_failure(), explains_out_of_memory(device, "the steps of a warm-up", _LOWER_STEP):
             for done, lengths in enumerate(plans, 1):
                 runner.execute(prefill_step(lengths, cache.block_size, Sampling(), 1))
                 runner.execute(decode_step(lengths, 0))
@@ -214,7 +234,7 @@ class WorkerRuntime:
         when the device runs out.
         """
         device = self._need_device()
-        with explains_out_of_memory(device, f"step {step.step_id}", _LOWER_STEP):
+        with self._group.left_on_failure(), explains_out_of_memory(device, f"step {step.step_id}", _LOWER_STEP):
             return self._need_runner().execute(step, on_launch)
 
     def adapters(self) -> ModelAdapters:
@@ -245,7 +265,7 @@ class WorkerRuntime:
         config = job.checkpoint.config
         if self._pool is not None and not job.is_quantised and computes(config, job.place, job.dtype):
             return NativeEngine(config, job.dtype, self._pool)
-        return TorchEngine(config, job.place, job.dtype, job.device)
+        return TorchEngine(config, job.place, job.dtype, job.device, self._group)
 
     def _load(self, job: LoadJob, phases: LoadPhases) -> _Loaded:
         path = job.checkpoint.path

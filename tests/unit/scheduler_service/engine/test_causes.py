@@ -7,6 +7,7 @@ import pytest
 
 from scheduler_service.engine import causes
 from scheduler_service.engine.causes import Causes, EpochEnd, Kind, RankFailure, root_of
+from scheduler_service.engine.ports import Place
 from scheduler_service.engine.ranks import Rank
 from scheduler_service.engine.supervision import ProcessEnd, Unsupervised
 from stepwire.rpc.errors import StepwireError
@@ -33,7 +34,7 @@ class Supervisor:
 
 
 def rank(number: int) -> Rank:
-    return Rank(number, Port(number), f"host{number}", 100 + number)  # type: ignore[arg-type]
+    return Rank(number, Port(number), Place(0, 1, 0, 1), f"host{number}", 100 + number)  # type: ignore[arg-type]
 
 
 def broken() -> StepwireError:

@@ -32,7 +32,7 @@ def parsed(group: SettingsGroup, command: tuple[str, ...], environment: Mapping[
 
 
 def test_the_scheduler_finds_its_worker_and_both_share_a_fresh_key() -> None:
-    scheduler, worker, _ = plan(given())
+    scheduler, (worker,), _ = plan(given())
     assert scheduler.workers == [f"127.0.0.1:{worker.port}"]
     assert worker.host == "127.0.0.1"
     assert scheduler.cluster_key == worker.cluster_key
@@ -50,11 +50,27 @@ def test_each_process_gets_its_settings() -> None:
         "cluster_key": key,
         "dtype": "float32",
     }
-    scheduler, worker, supervisor = plan(given(**flags, log_dir="/l"))
+    scheduler, (worker,), supervisor = plan(given(**flags, log_dir="/l"))
     assert (scheduler.port, scheduler.host, scheduler.dtype, scheduler.log_level) == (7, "0.0.0.0", "float32", "debug")
     assert (worker.threads, worker.log_level, worker.host) == (2, "debug", "127.0.0.1")
     assert scheduler.cluster_key == worker.cluster_key == key
     assert supervisor.log_dir == "/l"
+
+
+def test_a_group_gets_a_worker_a_rank_and_divides_the_machine() -> None:
+    scheduler, workers, _ = plan(given(tp="2", pp="3", metrics_port="9000"))
+    assert len(workers) == 6
+    assert scheduler.workers == [f"127.0.0.1:{worker.port}" for worker in workers]
+    assert len(set(scheduler.workers)) == 6
+    assert [worker.metrics_port for worker in workers] == [*range(9001, 9007)]
+    assert {worker.local_ranks for worker in workers} == {6}
+    assert [w.device for w in plan(given(tp="2", device="cuda"))[1]] == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize(("flags", "text"), [({"tp": "0"}, "--tp"), ({"tp": "x"}, "--tp"), ({"pp": "9999"}, "--pp")])
+def test_a_size_that_is_none_names_its_flag(flags: dict[str, str], text: str) -> None:
+    with pytest.raises(SettingsError, match=text):
+        plan(given(**flags))
 
 
 def test_a_free_port_is_chosen_before_the_start() -> None:
@@ -75,7 +91,7 @@ def test_children_read_back_exactly_what_was_planned(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("STEPWIRE_MAX_NUM_SEQS", "3")
     monkeypatch.setenv("STEPWIRE_CONFIG", "/not/there.toml")
     flags = {"prefix_caching": False, "shutdown_timeout": "1.5", "kv_cache_bytes": "2GiB", "served_model_name": "-x y"}
-    scheduler, worker, _ = plan(given(**flags))
+    scheduler, (worker,), _ = plan(given(**flags))
     for group, model, values in (
         (SCHEDULER, SchedulerSettings, scheduler),
         (WORKER, WorkerSettings, worker),
@@ -85,7 +101,7 @@ def test_children_read_back_exactly_what_was_planned(monkeypatch: pytest.MonkeyP
 
 
 def test_a_key_is_never_on_a_command_line() -> None:
-    scheduler, worker, _ = plan(given(cluster_key="a-key-of-enough-letters"))
+    scheduler, (worker,), _ = plan(given(cluster_key="a-key-of-enough-letters"))
     for values in (scheduler, worker):
         spec = child_spec("name", "scheduler", values)
         assert not any("a-key" in argument for argument in spec.command)

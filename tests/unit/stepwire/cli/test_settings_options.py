@@ -142,7 +142,8 @@ def test_options_reach_the_command_and_are_in_its_help() -> None:
 
 def test_serve_takes_every_setting_of_the_scheduler_but_its_workers() -> None:
     assert set(SCHEDULER.specs) - set(SERVE.specs) == {"workers"}
-    assert set(WORKER.specs) - set(SERVE.specs) == {"local_ranks", "model_roots", "scheduler_timeout"}
+    of_workers = {"local_ranks", "model_roots", "scheduler_timeout", "rendezvous", "collective_interface"}
+    assert set(WORKER.specs) - set(SERVE.specs) == of_workers
 
 
 @pytest.mark.parametrize(

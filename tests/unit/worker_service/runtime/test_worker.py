@@ -122,12 +122,6 @@ def test_a_step_that_disagrees_is_refused(tiny_path: Path) -> None:
         runtime.execute(first_step([1, 2, 3], range(7, 9)))
 
 
-def test_groups_of_ranks_are_refused_until_they_work() -> None:
-    with pytest.raises(RuntimeFailure, match="tensor_parallel_size 2") as failed:
-        WorkerRuntime(Settings()).init_device(RankPlace(1, 2))
-    assert failed.value.code == "unsupported"
-
-
 def test_a_broken_checkpoint_leaves_no_model(tiny_path: Path, tmp_path: Path) -> None:
     runtime = loaded(tiny_path)
     with pytest.raises(CheckpointError):

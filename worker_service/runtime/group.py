@@ -1,0 +1,261 @@
+"""This rank's connections to the others of its group: sums within a stage, activations and tokens between stages."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed import (  # type: ignore[attr-defined]  # documented, and not in __all__
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    Work,
+)
+
+from loader.shares import RankPlace
+from worker_service.runtime.errors import RuntimeFailure
+from worker_service.runtime.rendezvous import BoundStore, bind_store, connect_store, interface_address
+from worker_service.runtime.report import Meeting
+
+IntArray = NDArray[np.int64]
+
+# What pairs of ranks tell messages apart by.
+_HIDDEN_TAG, _TOKENS_TAG = 0, 1
+
+
+class GroupSettings(Protocol):
+    """What a group needs of the worker's settings."""
+
+    @property
+    def rendezvous(self) -> str: ...
+    @property
+    def collective_interface(self) -> str: ...
+    @property
+    def collective_timeout(self) -> float: ...
+
+
+@dataclass(slots=True)
+class CollectiveCost:
+    """What this rank put into collectives, and how long it was in them, waiting for others included."""
+
+    num_calls: int = 0
+    num_bytes: int = 0
+    duration_ns: int = 0
+
+
+class RankGroup:
+    """The group of one rank, formed anew in every epoch. Used by the device thread alone.
+
+    Implements worker_service.models.collectives.Collectives for the ranks of this stage. Whatever is wrong with
+    another rank is RuntimeFailure "peer_lost"; the group is left then, so that the others learn of it too.
+    """
+
+    def __init__(self, settings: GroupSettings) -> None:
+        self._settings = settings
+        self._bound: BoundStore | None = None
+        self._bound_epoch = 0
+        self._stage: Any = None
+        self._column: Any = None
+        # Their buffers are in use until the other side has taken, or filled, them.
+        self._unsent: deque[tuple[Work, torch.Tensor]] = deque()
+        self._expected: deque[tuple[Work, torch.Tensor]] = deque()
+        self._device = torch.device("cpu")
+        self.place = RankPlace()
+        self.cost = CollectiveCost()
+
+    # Its life.
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether the ranks have met, and none has been lost since; always so of a group of one."""
+        place = self.place
+        has_stage = place.tensor_parallel_size == 1 or self._stage is not None
+        return has_stage and (place.pipeline_parallel_size == 1 or self._column is not None)
+
+    def bind(self, epoch: int) -> str:
+        """As rank 0: where the ranks are to meet in this epoch. Raises RuntimeFailure "rendezvous_failed"."""
+        if self._bound is None or self._bound_epoch != epoch:
+            self._bound = None
+            settings = self._settings
+            self._bound = bind_store(settings.rendezvous, settings.collective_interface, settings.collective_timeout)
+            self._bound_epoch = epoch
+        return self._bound.address
+
+    def form(self, place: RankPlace, device: torch.device, meeting: Meeting) -> None:
+        """Meets the other ranks; blocks until all have come. Raises RuntimeFailure "rendezvous_failed"."""
+        self.leave()
+        self.place, self._device = place, device
+        store = PrefixStore(f"epoch{meeting.epoch}", self._store(meeting))
+        try:
+            self._check_alike(store)
+            if place.tensor_parallel_size > 1:
+                prefix = PrefixStore(f"stage{place.pipeline_rank}", store)
+                self._stage = self._connect(prefix, place.tensor_rank, place.tensor_parallel_size)
+            if place.pipeline_parallel_size > 1:
+                prefix = PrefixStore(f"column{place.tensor_rank}", store)
+                self._column = self._connect(prefix, place.pipeline_rank, place.pipeline_parallel_size)
+        except RuntimeError as error:
+            self.leave()
+            raise RuntimeFailure(
+                "rendezvous_failed",
+                f"the ranks of the group did not all come to {meeting.address} within "
+                f"{self._settings.collective_timeout:g} s, or cannot reach each other there "
+                f"({str(error).partition(chr(10))[0][:200]}); see that all workers run and that collective_interface "
+                "is a network which they share",
+                {"rendezvous": meeting.address},
+            ) from error
+
+    def leave(self) -> None:
+        """Closes the connections: ranks that wait for this one fail at once."""
+        self._unsent.clear()
+        self._expected.clear()
+        self._stage = self._column = None
+
+    @contextmanager
+    def left_on_failure(self) -> Iterator[None]:
+        """Leaves when what it spans raises: the other ranks would wait for what this one does not do."""
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+
+    def _store(self, meeting: Meeting) -> Store:
+        if self._bound is not None and self._bound_epoch == meeting.epoch and self._bound.address == meeting.address:
+            return self._bound.store
+        return connect_store(meeting.address, self._settings.collective_timeout)
+
+    def _check_alike(self, store: Store) -> None:
+        """Ranks on devices of different kinds speak through different libraries."""
+        place, kind = self.place, self._device.type
+        store.set(f"kind{place.rank}", kind)
+        for rank in range(place.num_ranks):
+            theirs = store.get(f"kind{rank}").decode()
+            if theirs != kind:
+                raise RuntimeFailure(
+                    "invalid",
+                    f"this rank computes on {kind} and rank {rank} on {theirs}; give all workers of a group the same "
+                    "kind of device",
+                    {"field": "device", "expected": theirs, "found": kind},
+                )
+
+    def _connect(self, store: Store, rank: int, size: int) -> Any:
+        timeout = timedelta(seconds=self._settings.collective_timeout)
+        if self._device.type == "cuda":
+            from torch.distributed import ProcessGroupNCCL
+
+            nccl = ProcessGroupNCCL.Options()
+            nccl._timeout = timeout
+            return ProcessGroupNCCL(store, rank, size, nccl)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # has no public name
+        options._timeout = timeout
+        options._threads = 2
+        address = interface_address(self._settings.collective_interface)
+        options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+        return ProcessGroupGloo(store, rank, size, options)
+
+    def on_all_ranks(self, is_so: bool) -> bool:
+        """Whether it is so on every rank of the group; all of them must ask."""
+        flag = torch.tensor([0.0 if is_so else 1.0], device=self._device)
+        for group in (self._stage, self._column):
+            if group is not None:
+                with self._measured(flag):
+                    group.allreduce([flag]).wait()
+        return not bool(flag.item())
+
+    # Within the stage.
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of this stage, in place."""
+        with self._measured(tensor):
+            self._stage.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[rows, width] of every rank of this stage -> [rows, ranks * width], in their order."""
+        rows, width = tensor.shape
+        size = self.place.tensor_parallel_size
+        gathered = tensor.new_empty(size, rows, width)
+        with self._measured(tensor):
+            self._stage.allgather([list(gathered.unbind())], [tensor.contiguous()]).wait()
+        return gathered.permute(1, 0, 2).reshape(rows, size * width)
+
+    def agree(self, values: IntArray) -> IntArray:
+        """Tensor rank 0's `values`, on every rank of this stage."""
+        tensor = torch.from_numpy(values.copy()).to(self._device)
+        with self._measured(tensor):
+            self._stage.broadcast([tensor]).wait()
+        agreed: IntArray = tensor.cpu().numpy()
+        return agreed
+
+    # Between the stages.
+
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        """Hands hidden states [num_tokens, hidden_size] to the next stage; goes on before they are there."""
+        self._send(hidden, self.place.pipeline_rank + 1, _HIDDEN_TAG)
+
+    def receive_hidden(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
+        """The hidden states of the stage before, [num_tokens, hidden_size]."""
+        hidden = torch.empty(num_tokens, hidden_size, dtype=dtype, device=self._device)
+        with self._measured(hidden):
+            self._column.recv([hidden], self.place.pipeline_rank - 1, _HIDDEN_TAG).wait()
+        return hidden
+
+    def send_tokens(self, tokens: IntArray) -> None:
+        """From the last stage, to every other: what was sampled."""
+        tensor = torch.from_numpy(tokens).to(self._device)
+        for stage in range(self.place.pipeline_parallel_size - 1):
+            self._send(tensor, stage, _TOKENS_TAG)
+
+    def expect_tokens(self, count: int) -> None:
+        """Begins to receive `count` sampled tokens from the last stage, for `take_tokens`."""
+        tensor = torch.empty(count, dtype=torch.int64, device=self._device)
+        with self._measured(tensor):
+            work = self._column.recv([tensor], self.place.pipeline_parallel_size - 1, _TOKENS_TAG)
+            self._expected.append((work, tensor))
+
+    def take_tokens(self) -> IntArray:
+        """The oldest tokens expected and not yet taken; waits for them."""
+        work, tensor = self._expected.popleft()
+        with self._measured(None):
+            work.wait()
+        tokens: IntArray = tensor.cpu().numpy()
+        return tokens
+
+    def _send(self, tensor: torch.Tensor, stage: int, tag: int) -> None:
+        tensor, num_stages = tensor.contiguous(), self.place.pipeline_parallel_size
+        with self._measured(tensor):
+            self._unsent.append((self._column.send([tensor], stage, tag), tensor))
+            # What was sent before so many steps has arrived: the scheduler has had their answers.
+            if len(self._unsent) > (num_stages + 2) * (num_stages - 1):
+                self._unsent.popleft()[0].wait()
+
+    @contextmanager
+    def _measured(self, tensor: torch.Tensor | None) -> Iterator[None]:
+        """Counts a collective, and gives what goes wrong in it its meaning."""
+        if not self.is_formed:
+            raise _peer_lost("this rank has left its group")
+        begin = time.perf_counter_ns()
+        try:
+            yield
+        except RuntimeError as error:
+            self.leave()
+            raise _peer_lost(str(error).partition("\n")[0][:300]) from error
+        cost = self.cost
+        cost.num_calls += 1
+        cost.num_bytes += 0 if tensor is None else tensor.nbytes
+        cost.duration_ns += time.perf_counter_ns() - begin
+
+
+def _peer_lost(cause: str) -> RuntimeFailure:
+    return RuntimeFailure(
+        "peer_lost",
+        f"another rank of the group was lost, or did not answer within collective_timeout: {cause}",
+        {"cause": cause},
+    )
