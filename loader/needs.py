@@ -8,13 +8,16 @@ from loader.byte_runs import rank_byte_runs
 from loader.checkpoint import Checkpoint
 from loader.config import ModelConfig
 from loader.layout import Embedding, Linear, parameters, weight_slices
-from loader.quantised.roundings import Rounding, is_rounded, rounded_bytes
+from loader.quantised.roundings import Rounding, rounded_bytes, rounding_of, weight_shape
 from loader.reading.tuning import READ_BUFFER_BYTES
 from loader.safetensors_format import DTYPE_BITS
 from loader.shares import RankPlace, grouped_share, stage_layers
 from loader.tensors import WeightSlice
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# While quantised weights are laid out anew, each of their values takes so many bytes: as a byte of its own, joined, in
+# turn with another weight's, and where it comes to lie.
+_BYTES_PLACED = 4
 # Products of the same input are joined into one.
 _JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
@@ -61,8 +64,10 @@ def rank_needs(
     read_bytes = sum(run.num_bytes for run in rank_byte_runs(checkpoint.path, checkpoint.tensors, wanted))
     sizes = _held_bytes(config, place, value_bytes, rounding)
     weight_bytes = sum(sizes.values())
-    # A head that shares the embedding's weight is packed into a copy; looking up rows needs the weight as it was.
-    copied = sizes["model.embed_tokens.weight"] if place.is_last_stage and config.tie_word_embeddings else 0
+    # A head that shares the embedding's weight is packed into a copy, for looking up rows needs the weight as it was;
+    # one that is rounded serves both.
+    is_copied = place.is_last_stage and config.tie_word_embeddings and rounding in (None, "fp8")
+    copied = sizes["model.embed_tokens.weight"] if is_copied else 0
     resident_bytes = weight_bytes + copied + adapter_bytes
     layers = stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size)
     kv_heads = len(grouped_share(config.num_kv_heads, place.tensor_rank, place.tensor_parallel_size))
@@ -96,12 +101,13 @@ def _held_bytes(config: ModelConfig, place: RankPlace, value_bytes: int, roundin
     sizes: dict[str, int] = {}
     for part in parameters(config, place):
         wanted = part.slices()
+        rounded_to = rounding_of(part, rounding, is_tied=config.tie_word_embeddings)
         if isinstance(part, Linear) and part.scheme is not None:
             sizes[f"{part.name}.weight"] = part.scheme.resident_bytes(part.outputs, part.inputs)
             wanted = part.bias_slices()
-        elif isinstance(part, Linear) and rounding is not None and is_rounded(part):
-            sizes[f"{part.name}.weight"] = rounded_bytes(part, rounding)
-            wanted = part.bias_slices()
+        elif rounded_to is not None and isinstance(part, Linear | Embedding):
+            sizes[f"{part.name}.weight"] = rounded_bytes(weight_shape(part), rounded_to)
+            wanted = part.bias_slices() if isinstance(part, Linear) else iter(())
         sizes.update((want.name, prod(want.part_shape) * value_bytes) for want in wanted)
     return sizes
 
@@ -113,12 +119,13 @@ def _loading_bytes(checkpoint: Checkpoint, place: RankPlace, sizes: Mapping[str,
     was read of it. While one is rounded, others are read ahead.
     """
     read, stored, held, ahead = [0], 0, 0, 0
+    placed = dict(sizes)
     for part in parameters(checkpoint.config, place):
-        if not isinstance(part, Linear):
+        if not isinstance(part, Linear | Embedding):
             continue
-        num_bytes = sizes[f"{part.name}.weight"]
-        whole = len(part.outputs) * len(part.inputs) * value_bytes
-        if part.scheme is not None:
+        name, (rows, columns) = f"{part.name}.weight", weight_shape(part)
+        num_bytes, whole = sizes[name], rows * columns * value_bytes
+        if isinstance(part, Linear) and part.scheme is not None:
             parts = list(part.scheme.parts(part.name, part.outputs, part.inputs))
             num_stored = sum(_stored_bytes(checkpoint, want) for want in parts)
             stored, held = stored + num_stored, held + num_bytes
@@ -126,9 +133,11 @@ def _loading_bytes(checkpoint: Checkpoint, place: RankPlace, sizes: Mapping[str,
         elif num_bytes != whole:
             read.append(whole)
             ahead = READ_BUFFER_BYTES
+        if num_bytes != whole:
+            placed[name] = _BYTES_PLACED * rows * columns
     # What is read ahead is as much again as the largest.
     beside = max(read) + max(0, stored - held) + (max(read) + ahead if ahead else 0)
-    return max(_placing_bytes(sizes.items()), beside)
+    return max(_placing_bytes(placed.items()), beside)
 
 
 def _stored_bytes(checkpoint: Checkpoint, want: WeightSlice) -> int:

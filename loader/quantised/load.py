@@ -7,11 +7,11 @@ from torch import Tensor
 
 from loader.checkpoint import Checkpoint
 from loader.errors import CheckpointError
-from loader.layout import Linear, parameters
+from loader.layout import Embedding, Linear, parameters
 from loader.quantised.pack import StoredWeight, pack
 from loader.quantised.packed import flatten
 from loader.quantised.rounding import rounded_weight
-from loader.quantised.roundings import Rounding, is_rounded
+from loader.quantised.roundings import Rounding, rounding_of
 from loader.reading.report import LoadReport
 from loader.shares import RankPlace
 from loader.weights import load_weights
@@ -40,7 +40,7 @@ def load_rank(
     wanted = [want for parameter in held for want in parameter.slices()]
     collector = _Collector(checkpoint, rounding)
     for parameter in held:
-        if isinstance(parameter, Linear):
+        if isinstance(parameter, Linear | Embedding):
             collector.expect(parameter)
     load_weights(
         checkpoint,
@@ -61,20 +61,23 @@ class _Collector:
         self.result: dict[str, Tensor] = {}
         self._checkpoint = checkpoint
         self._rounding = rounding
-        self._owners: dict[str, Linear] = {}
+        self._owners: dict[str, Linear | Embedding] = {}
         self._stored: dict[str, dict[str, Tensor]] = {}
         self._missing: dict[str, int] = {}
 
-    def expect(self, part: Linear) -> None:
-        """Announces a product, whose weight may be quantised."""
-        if part.scheme is not None:
+    def expect(self, part: Linear | Embedding) -> None:
+        """Announces a product, whose weight may be quantised, or an embedding, which may be a product too."""
+        if isinstance(part, Linear) and part.scheme is not None:
             names = [want.name for want in part.scheme.parts(part.name, part.outputs, part.inputs)]
-        elif self._rounding is not None and is_rounded(part):
+        elif self._rounding_of(part) is not None:
             names = [f"{part.name}.weight"]
         else:
             return
         self._owners.update(dict.fromkeys(names, part))
         self._stored[part.name], self._missing[part.name] = {}, len(names)
+
+    def _rounding_of(self, part: Linear | Embedding) -> Rounding | None:
+        return rounding_of(part, self._rounding, is_tied=self._checkpoint.config.tie_word_embeddings)
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Takes a tensor that was read."""
@@ -87,13 +90,14 @@ class _Collector:
         if self._missing[part.name] == 0:
             self._pack(part, self._stored.pop(part.name))
 
-    def _pack(self, part: Linear, stored: dict[str, Tensor]) -> None:
-        if part.scheme is None:
-            assert self._rounding is not None
-            packed = rounded_weight(stored["weight"], self._rounding)
-        else:
+    def _pack(self, part: Linear | Embedding, stored: dict[str, Tensor]) -> None:
+        if isinstance(part, Linear) and part.scheme is not None:
             file = self._checkpoint.tensors[f"{part.name}.{next(iter(stored))}"].file
             packed = pack(StoredWeight(part.name, part.outputs, part.inputs, stored, file), part.scheme)
+        else:
+            rounding = self._rounding_of(part)
+            assert rounding is not None
+            packed = rounded_weight(stored["weight"], rounding)
         self.result.update(flatten(part.name, packed))
 
 

@@ -97,6 +97,10 @@ class ScaledGrid:
         values = self.values[start:stop].float()
         return values.mul_(self._spread(start, start + values.shape[0]))
 
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Chosen rows, int64 [n], as float32 [n, columns], of a weight with a scale a row."""
+        return self.values.index_select(0, numbers).float().mul_(self.scales.index_select(0, numbers))
+
     def _spread(self, start: int, stop: int) -> Tensor:
         """The scale of each value of the rows, in a shape that is broadcast to theirs."""
         scales = self.scales.float()

@@ -125,6 +125,38 @@ def float_quantized(strategy: str = "channel", inputs: Mapping[str, Any] | None 
     )
 
 
+WEIGHT_ONLY = {
+    "gptq": gptq(),
+    "gptq_2_bit": gptq(2),
+    "gptq_3_bit": gptq(3),
+    "gptq_8_bit": gptq(8),
+    "gptq_asymmetric": gptq(symmetric=False),
+    "gptq_v2": gptq(version=2, symmetric=False),
+    "gptq_ordered": gptq(act_order=True),
+    "gptq_one_group": gptq(group_size=-1),
+    "gptq_with_its_output_layer": gptq(lm_head=True),
+    "awq": awq(),
+    "packed": pack_quantized(),
+    "packed_8_bit": pack_quantized(8, -1),
+    "packed_asymmetric": pack_quantized(symmetric=False),
+    "packed_ordered": pack_quantized(act_order=True),
+    "int8_weights": int8(),
+    "fp8_weights": float_quantized(),
+    "fp8_weights_in_blocks": float_quantized("block"),
+}
+"""The formats that say nothing of inputs: their products are those of the weights."""
+
+BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+ROUNDED_INPUTS = {
+    "w8a8": int8(BY_TOKEN),
+    "fp8_blocks": fp8_blocks(),
+    "fp8_tensor": fp8_tensor(),
+    "fp8_static": fp8_tensor(input_scale=1 / 16),
+    "fp8_by_token": float_quantized("channel", {**BY_TOKEN, "type": "float"}),
+}
+"""The formats that round inputs too: their products differ from those of the weights, a little."""
+
+
 def make_tiny_quantised(folder: Path, form: Format, *, dense: Path | None = None, **llama: Any) -> Path:
     """A tiny Llama in `folder` whose projections are drawn in the format; returns `folder`.
 

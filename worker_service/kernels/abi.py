@@ -7,6 +7,21 @@ from pathlib import Path
 _Pointer = c_void_p
 
 
+class Quantised(Structure):
+    """SwQuantised."""
+
+    _fields_ = (
+        *((name, _Pointer) for name in ("words", "scales", "zeros", "order")),
+        *(
+            (name, c_int32)
+            for name in (
+                *("bits", "inputs", "depth", "groups", "span", "zero", "scale_type"),
+                *("rounding", "rounding_group"),
+            )
+        ),
+    )
+
+
 class Layer(Structure):
     """SwLayer."""
 
@@ -15,6 +30,7 @@ class Layer(Structure):
             (name, _Pointer)
             for name in (
                 *("qkv", "output", "gate_up", "down"),
+                *("quantised_qkv", "quantised_output", "quantised_gate_up", "quantised_down"),
                 *("qkv_bias", "output_bias", "gate_up_bias", "down_bias"),
                 *("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm", "query_norm", "key_norm"),
                 *("cos", "sin"),
@@ -39,8 +55,10 @@ class Model(Structure):
         *((name, c_float) for name in ("eps", "scale", "softcap", "embedding_scale", "logit_softcap")),
         ("layers", POINTER(Layer)),
         ("embedding", _Pointer),
+        ("quantised_embedding", _Pointer),
         ("final_norm", _Pointer),
         ("head", _Pointer),
+        ("quantised_head", _Pointer),
         ("cache", _Pointer),
     )
 
@@ -88,6 +106,10 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sw_pool_create": (c_void_p, (c_int32, c_int32, c_int32)),
     "sw_pool_destroy": (None, (c_void_p,)),
     "sw_linear": (None, (c_void_p, c_int32, _Pointer, c_int64, _Pointer, _Pointer, c_int32, c_int32, _Pointer)),
+    "sw_quantised_linear": (
+        None,
+        (c_void_p, c_int32, _Pointer, c_int64, POINTER(Quantised), _Pointer, c_int32, _Pointer),
+    ),
     "sw_decoder_create": (c_void_p, (c_void_p, POINTER(Model))),
     "sw_decoder_destroy": (None, (c_void_p,)),
     "sw_forward": (None, (c_void_p, POINTER(Batch), _Pointer, _Pointer, c_int32, c_int32, POINTER(Head))),

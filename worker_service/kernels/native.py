@@ -9,7 +9,7 @@ import functools
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -20,8 +20,16 @@ from numpy.typing import NDArray
 from worker_service.kernels import abi
 from worker_service.kernels.adapters import MODULES, AdapterRun, AdapterWeights, c_runs
 from worker_service.kernels.build import library_path
-from worker_service.kernels.layout import LANES, KvLayout
-from worker_service.kernels.spec import DecoderSpec, LayerWeights, check_spec, check_tensor, norm_whole, packed_shape
+from worker_service.kernels.layout import LANES, KvLayout, depth_of
+from worker_service.kernels.quantised_layout import QuantisedProduct
+from worker_service.kernels.spec import DecoderSpec, check_quantised, check_spec, check_tensor, packed_shape
+from worker_service.kernels.structures import (
+    QuantisedStructures,
+    address,
+    layer_structure,
+    model_structure,
+    quantised_structure,
+)
 
 Half = Literal["attention", "mlp"]
 
@@ -75,7 +83,23 @@ def linear(
     y = torch.empty(rows, out_features, dtype=x.dtype)
     is_bf16 = int(x.dtype == torch.bfloat16)
     pool.library.sw_linear(
-        pool.handle, is_bf16, _address(x), rows, _address(packed), _address(bias), depth, out_features, _address(y)
+        pool.handle, is_bf16, address(x), rows, address(packed), address(bias), depth, out_features, address(y)
+    )
+    return y
+
+
+def quantised_linear(
+    pool: Pool, x: torch.Tensor, product: QuantisedProduct, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [rows, depth] times a quantised weight -> [rows, num_outputs], plus bias, float32 [num_outputs]."""
+    check_quantised("product", product, product.num_outputs, product.depth)
+    depth_of(x.dtype)
+    check_tensor("x", x, x.dtype, (len(x), product.depth))
+    check_tensor("bias", bias, torch.float32, (product.num_outputs,))
+    y, is_bf16 = torch.empty(len(x), product.num_outputs, dtype=x.dtype), int(x.dtype == torch.bfloat16)
+    weight = quantised_structure(product)
+    pool.library.sw_quantised_linear(
+        pool.handle, is_bf16, address(x), len(x), weight, address(bias), product.num_outputs, address(y)
     )
     return y
 
@@ -144,8 +168,12 @@ class Decoder:
         self._cache = cache
         self._known_adapters: weakref.WeakSet[AdapterWeights] = weakref.WeakSet()
         self._max_positions = min((len(cos) for cos, _ in spec.rope), default=0)
-        layers = (abi.Layer * len(spec.layers))(*(_layer(layer, spec) for layer in spec.layers))
-        self._handle = pool.library.sw_decoder_create(pool.handle, _model(spec, layout, layers, cache))
+        self._quantised = QuantisedStructures()
+        layers = (abi.Layer * len(spec.layers))(
+            *(layer_structure(layer, spec, self._quantised) for layer in spec.layers)
+        )
+        model = model_structure(spec, layout, layers, cache, self._quantised)
+        self._handle = pool.library.sw_decoder_create(pool.handle, model)
 
     def close(self) -> None:
         """Frees working memory; harmless when done before."""
@@ -206,7 +234,7 @@ class Decoder:
         self._check_hidden(hidden, batch.num_tokens)
         partial = torch.empty_like(hidden)
         self._pool.library.sw_attention_half(
-            self._handle, batch.c, self._layer(layer), _address(hidden), _address(partial)
+            self._handle, batch.c, self._layer(layer), address(hidden), address(partial)
         )
         return partial
 
@@ -214,9 +242,7 @@ class Decoder:
         """The other branch; likewise."""
         self._check_hidden(hidden, len(hidden))
         partial = torch.empty_like(hidden)
-        self._pool.library.sw_mlp_half(
-            self._handle, self._layer(layer), len(hidden), _address(hidden), _address(partial)
-        )
+        self._pool.library.sw_mlp_half(self._handle, self._layer(layer), len(hidden), address(hidden), address(partial))
         return partial
 
     def add_branch(self, layer: int, half: Half, hidden: torch.Tensor, branch: torch.Tensor) -> None:
@@ -224,7 +250,7 @@ class Decoder:
         self._check_hidden(hidden, len(hidden))
         self._check_hidden(branch, len(hidden))
         self._pool.library.sw_add_branch(
-            self._handle, self._layer(layer), int(half == "mlp"), len(hidden), _address(hidden), _address(branch)
+            self._handle, self._layer(layer), int(half == "mlp"), len(hidden), address(hidden), address(branch)
         )
 
     def _forward(
@@ -244,7 +270,7 @@ class Decoder:
                 raise ValueError("this decoder has no embedding")
         c_batch = abi.Batch(num_tokens=len(hidden) if token_ids is not None else 0) if batch is None else batch.c
         self._pool.library.sw_forward(
-            self._handle, c_batch, _address(token_ids), _address(hidden), layers.start, layers.stop, head
+            self._handle, c_batch, address(token_ids), address(hidden), layers.start, layers.stop, head
         )
 
     def _head(
@@ -261,7 +287,7 @@ class Decoder:
             raise ValueError("this decoder has no head")
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
             raise ValueError(f"rows must lie below {num_tokens}")
-        return abi.Head(_address(rows), len(rows), _address(logits), _address(token_ids), _address(finite))
+        return abi.Head(address(rows), len(rows), address(logits), address(token_ids), address(finite))
 
     def _greedy_outputs(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.bool)
@@ -328,39 +354,3 @@ def check_runs(runs: Sequence[AdapterRun], num_tokens: int) -> None:
         end = run.first + run.count
     if end > num_tokens:
         raise ValueError(f"a run ends at {end} of {num_tokens} tokens")
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _layer(layer: LayerWeights, spec: DecoderSpec) -> abi.Layer:
-    pointers = {
-        each.name: _address(getattr(layer, each.name)) for each in fields(layer) if each.name not in ("window", "rope")
-    }
-    cos, sin = spec.rope[layer.rope]
-    return abi.Layer(
-        **pointers, cos=_address(cos), sin=_address(sin), window=layer.window or 0, rotary_half=cos.shape[1]
-    )
-
-
-def _model(spec: DecoderSpec, layout: KvLayout, layers: "ctypes.Array[abi.Layer]", cache: torch.Tensor) -> abi.Model:
-    sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "inner_size", "vocab_size")
-    return abi.Model(
-        is_bf16=int(spec.dtype == torch.bfloat16),
-        **{name: getattr(spec, name) for name in sizes},
-        num_layers=len(spec.layers),
-        is_gelu=int(spec.activation == "gelu_tanh"),
-        norm_whole=int(norm_whole(spec)),
-        block_size=layout.block_size,
-        eps=spec.eps,
-        scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
-        softcap=spec.softcap,
-        embedding_scale=spec.embedding_scale,
-        logit_softcap=spec.logit_softcap,
-        layers=layers,
-        embedding=_address(spec.embedding),
-        final_norm=_address(spec.final_norm),
-        head=_address(spec.head),
-        cache=_address(cache),
-    )

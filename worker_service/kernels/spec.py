@@ -7,10 +7,14 @@ from typing import Literal
 import torch
 
 from worker_service.kernels.layout import LANES, PANEL, KvLayout, depth_of
+from worker_service.kernels.quantised_layout import SCALE_DTYPES, QuantisedProduct
 
 MAX_HEAD_DIM = 512
 RopeTable = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, each float32 [positions, rotary_dim / 2]."""
+
+Product = torch.Tensor | QuantisedProduct
+"""A packed weight: of `layout.pack_linear`, or quantised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +28,10 @@ class LayerWeights:
     sees, itself among them. `rope` is an index into `DecoderSpec.rope`.
     """
 
-    qkv: torch.Tensor
-    output: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
     qkv_bias: torch.Tensor | None = None
     output_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
@@ -44,8 +48,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """A decoder: sizes, its layers, and where this rank has them `embedding` [vocab, hidden], not packed,
-    `final_norm` and packed `head`."""
+    """A decoder: sizes, its layers, and where this rank has them `embedding` [vocab, hidden], not packed unless it is
+    quantised, `final_norm` and packed `head`."""
 
     dtype: torch.dtype
     hidden_size: int
@@ -61,10 +65,10 @@ class DecoderSpec:
     softcap: float = 0.0
     activation: Literal["silu", "gelu_tanh"] = "silu"
     vocab_size: int = 0
-    embedding: torch.Tensor | None = None
+    embedding: Product | None = None
     embedding_scale: float = 1.0
     final_norm: torch.Tensor | None = None
-    head: torch.Tensor | None = None
+    head: Product | None = None
     logit_softcap: float = 0.0
 
 
@@ -84,8 +88,11 @@ def check_spec(spec: DecoderSpec, layout: KvLayout) -> None:
         if cos.ndim != 2 or 2 * cos.shape[1] > spec.head_dim:
             raise ValueError(f"rope tables {list(cos.shape)} are not [positions, at most head_dim / 2]")
     hidden, vocab, dtype = spec.hidden_size, spec.vocab_size, spec.dtype
-    check_tensor("embedding", spec.embedding, dtype, (vocab, hidden))
-    check_tensor("head", spec.head, dtype, packed_shape(vocab, hidden, dtype))
+    if isinstance(spec.embedding, QuantisedProduct):
+        check_quantised("embedding", spec.embedding, vocab, hidden)
+    else:
+        check_tensor("embedding", spec.embedding, dtype, (vocab, hidden))
+    _check_product("head", spec.head, dtype, vocab, hidden)
     check_tensor("final_norm", spec.final_norm, torch.float32, (hidden,))
     for number, layer in enumerate(spec.layers):
         _check_layer(f"layers[{number}]", layer, spec)
@@ -101,7 +108,7 @@ def _check_layer(where: str, layer: LayerWeights, spec: DecoderSpec) -> None:
         ("gate_up", 2 * inner, hidden),
         ("down", hidden, inner),
     ):
-        check_tensor(f"{where}.{name}", getattr(layer, name), dtype, packed_shape(out, depth, dtype))
+        _check_product(f"{where}.{name}", getattr(layer, name), dtype, out, depth)
         check_tensor(f"{where}.{name}_bias", getattr(layer, f"{name}_bias"), torch.float32, (out,))
     for name in ("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"):
         check_tensor(f"{where}.{name}", getattr(layer, name), torch.float32, (hidden,))
@@ -114,6 +121,36 @@ def _check_layer(where: str, layer: LayerWeights, spec: DecoderSpec) -> None:
         raise ValueError(f"{where}.rope {layer.rope} is none of {len(spec.rope)} tables")
     if layer.window is not None and layer.window < 1:
         raise ValueError(f"{where}.window {layer.window} must be at least 1")
+
+
+def _check_product(name: str, product: Product | None, dtype: torch.dtype, out: int, depth: int) -> None:
+    if isinstance(product, QuantisedProduct):
+        check_quantised(name, product, out, depth)
+    else:
+        check_tensor(name, product, dtype, packed_shape(out, depth, dtype))
+
+
+def check_quantised(name: str, product: QuantisedProduct, out: int, depth: int) -> None:
+    """Raises ValueError when `product` is no weight [out, depth] that the kernels can read without leaving it."""
+    if (product.num_outputs, product.depth) != (out, depth):
+        raise ValueError(f"{name} must be [{out}, {depth}], not [{product.num_outputs}, {product.depth}]")
+    panels, inputs, groups, span = -(-out // PANEL), product.num_inputs, product.num_groups, product.span
+    if product.bits not in (4, 8) or span < LANES or span % LANES or groups < 1 or inputs % (groups * span):
+        raise ValueError(f"{name} has {inputs} inputs of {product.bits} bits in {groups} groups, by spans of {span}")
+    if product.scales.dtype not in SCALE_DTYPES:
+        raise ValueError(f"{name}.scales must be of {SCALE_DTYPES}, not {product.scales.dtype}")
+    check_tensor(f"{name}.words", product.words, torch.uint8, (panels, inputs * product.bits // 32, PANEL, 4))
+    check_tensor(f"{name}.scales", product.scales, product.scales.dtype, (panels, groups, PANEL))
+    check_tensor(f"{name}.zeros", product.zeros, torch.uint8, (panels, groups, PANEL))
+    check_tensor(f"{name}.order", product.order, torch.int32, (inputs,))
+    if product.order is None:
+        if inputs < depth:
+            raise ValueError(f"{name} has {inputs} inputs, fewer than {depth}")
+    elif int(product.order.max()) >= depth:
+        raise ValueError(f"{name}.order names input {int(product.order.max())} of {depth}")
+    size = None if product.activation is None else product.activation.group_size
+    if size is not None and (size % span or product.order is not None):
+        raise ValueError(f"{name} rounds its inputs by {size}, which are no whole spans of {span} in their order")
 
 
 def norm_whole(spec: DecoderSpec) -> bool:

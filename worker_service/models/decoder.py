@@ -89,9 +89,10 @@ class Decoder:
         if self._norm is not None and self._head is not None:
             self._norm.place(tensors)
             if self._embedding is not None and self.config.tie_word_embeddings:
-                self._head.share(self._embedding.weight)
+                weight = self._embedding.weight
+                self._head.share(weight)
                 # What is packed is a copy, and looking up rows needs the weight as it was.
-                num_bytes += self._embedding.weight.nbytes if can_pack(self._embedding.weight) else 0
+                num_bytes += weight.nbytes if isinstance(weight, torch.Tensor) and can_pack(weight) else 0
             else:
                 self._head.place(tensors)
         return num_bytes
@@ -103,6 +104,8 @@ class Decoder:
         if config.local_rope is not None:
             shape = rope_shape(config, config.local_rope, served_length)
             self._local_rope = RotaryEmbedding(shape, dtype=dtype, device=device)
+        if self._embedding is not None:
+            self._embedding.prepare(dtype)
         # As the models were trained: rounded to the type that it is multiplied in.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from loader.layout import Embedding, Linear, Vector
-from loader.quantised.packed import take_packed
+from loader.quantised.packed import Packed, ScaledGrid, take_packed
 from worker_service.kernels.linear import LinearKernel, make_linear
 from worker_service.kernels.quantised import make_joined_linear, make_quantised_linear
 from worker_service.models.collectives import Collectives
@@ -64,20 +64,32 @@ class VocabParallelEmbedding:
     def __init__(self, table: Embedding, group: Collectives | None) -> None:
         self._table = table
         self._group = group
-        self.weight = torch.empty(0)
+        self._dtype = torch.float32
+        self.weight: torch.Tensor | ScaledGrid = torch.empty(0)
 
     def place(self, tensors: Tensors) -> None:
         """Takes its tensors out of `tensors`."""
-        self.weight = tensors.pop(f"{self._table.name}.weight")
+        packed = take_packed(self._table.name, tensors)
+        assert packed is None or isinstance(packed, ScaledGrid)
+        self.weight = tensors.pop(f"{self._table.name}.weight") if packed is None else packed
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Answers in `dtype` from now on where the weight is quantised, and has no type of its own."""
+        self._dtype = dtype
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] -> [num_tokens, hidden_size], whole on every rank."""
         if self._group is None:
-            return functional.embedding(token_ids, self.weight)
+            return self._look_up(token_ids)
         local = token_ids - self._table.rows.start
         elsewhere = (local < 0) | (local >= len(self._table.rows))
-        vectors = functional.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        vectors = self._look_up(local.masked_fill_(elsewhere, 0))
         return self._group.all_reduce(vectors.masked_fill_(elsewhere[:, None], 0))
+
+    def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, torch.Tensor):
+            return functional.embedding(rows, self.weight)
+        return self.weight.rows(rows).to(self._dtype)
 
 
 class LmHead:
@@ -95,13 +107,16 @@ class LmHead:
         if packed is None:
             self.share(tensors.pop(f"{self._part.name}.weight"))
             return
-        linear, missing = make_quantised_linear(packed), self._width - len(self._part.outputs)
-        self._linear = linear
-        if self._group is not None and missing:
-            self._linear = lambda x: functional.pad(linear(x), (0, missing))
+        self.share(packed)
 
-    def share(self, weight: torch.Tensor) -> None:
+    def share(self, weight: torch.Tensor | Packed) -> None:
         """Uses this rank's rows of the vocabulary, [rows, hidden_size]."""
+        if not isinstance(weight, torch.Tensor):
+            linear, surplus = make_quantised_linear(weight), self._width - len(self._part.outputs)
+            self._linear = linear
+            if self._group is not None and surplus:
+                self._linear = lambda x: functional.pad(linear(x), (0, surplus))
+            return
         # All ranks' parts must be equally wide to be gathered.
         missing = self._width - len(self._part.outputs)
         if self._group is not None and missing:

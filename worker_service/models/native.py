@@ -1,36 +1,61 @@
 """Decoders for the compiled CPU kernels: which they compute, and the parameters of `loader.layout` packed for them."""
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+import structlog
 import torch
 
 from loader.adapters.load import LoraFactors
 from loader.config import ModelConfig, RopeConfig
 from loader.layout import NORM_NAMES
+from loader.quantised.packed import Packed, take_packed
+from loader.quantised.roundings import Rounding
+from loader.quantised.schemes import GridScheme, Scheme
 from loader.shares import RankPlace
 from worker_service.kernels.adapters import AdapterWeights, PackedFactors, pack_factors
 from worker_service.kernels.layout import DTYPES, LANES, pack_gate_up, pack_linear
-from worker_service.kernels.spec import MAX_HEAD_DIM, DecoderSpec, LayerWeights, RopeTable
+from worker_service.kernels.quantised_layout import (
+    QuantisedProduct,
+    can_compute,
+    flatten_product,
+    pack_quantised,
+    product_of,
+)
+from worker_service.kernels.spec import MAX_HEAD_DIM, DecoderSpec, LayerWeights, Product, RopeTable
 from worker_service.models.rope import rope_frequencies, rope_shape
 
-LAYOUT = "native-1"
+LAYOUT = "native-2"
 """Names what `pack_weights` makes; to be changed with it."""
 
 _ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # The kernels' names for what NORM_NAMES lists.
 _NORMS = ("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm")
 
+# The products of a layer, and of which they are made.
+_PARTS = {
+    "qkv": ("self_attn.q", "self_attn.k", "self_attn.v"),
+    "output": ("self_attn.o",),
+    "gate_up": ("mlp.gate", "mlp.up"),
+    "down": ("mlp.down",),
+}
+
 Tensors = dict[str, torch.Tensor]
 
 
-def computes(config: ModelConfig, place: RankPlace, dtype: torch.dtype) -> bool:
-    """Whether the kernels compute this rank's part: all of a dense decoder, in a type and in sizes that they have."""
+_log = structlog.stdlib.get_logger(__name__)
+
+
+def computes(config: ModelConfig, place: RankPlace, dtype: torch.dtype, rounding: Rounding | None = None) -> bool:
+    """Whether the kernels compute this rank's part: all of a dense decoder, in a type and in sizes that they have,
+    its weights unquantised or integers."""
+    schemes = () if config.quantisation is None else config.quantisation.schemes.values()
     return (
         dtype in DTYPES
         and config.family != "transformers"
         and config.experts is None
-        and config.quantisation is None
+        and rounding != "fp8"
+        and all(_computes_scheme(scheme) for scheme in schemes)
         and config.hidden_act in _ACTIVATIONS
         and place.tensor_parallel_size == place.pipeline_parallel_size == 1
         and not any(size % LANES for size in (config.hidden_size, config.head_dim, config.intermediate_size))
@@ -38,15 +63,32 @@ def computes(config: ModelConfig, place: RankPlace, dtype: torch.dtype) -> bool:
     )
 
 
-def pack_weights(config: ModelConfig, tensors: Tensors) -> Tensors:
-    """Takes a model's tensors out of `tensors`, layer by layer, and answers them packed, under our own names."""
+def _computes_scheme(scheme: Scheme) -> bool:
+    if not isinstance(scheme, GridScheme):
+        return True
+    # Groups of inputs must not be put into another order where the inputs themselves are rounded by groups.
+    in_order = scheme.activation is None or scheme.block_columns % LANES == 0
+    return scheme.dtype == "I8" and can_compute(scheme.activation) and in_order
+
+
+def pack_weights(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Takes a model's tensors out of `tensors`, layer by layer, and answers them packed, under our own names.
+
+    Quantised products of one input that have no layout in common are made whole, in `dtype`.
+    """
     packed: Tensors = {}
     for number in range(config.num_layers):
-        layer = _pack_layer(config, f"model.layers.{number}", tensors)
+        layer = _pack_layer(config, f"model.layers.{number}", tensors, dtype)
         packed.update((f"layers.{number}.{name}", tensor) for name, tensor in layer.items())
-    embedding = tensors.pop("model.embed_tokens.weight")
-    packed["embedding"] = embedding.contiguous()
-    packed["head"] = pack_linear(embedding if config.tie_word_embeddings else tensors.pop("lm_head.weight"))
+    shared = take_packed("model.embed_tokens", tensors)
+    if shared is not None:
+        # The head's rows are the embedding's, and are looked up there.
+        packed |= _named("head", _packed_product([shared], dtype))
+    else:
+        embedding = tensors.pop("model.embed_tokens.weight")
+        packed["embedding"] = embedding.contiguous()
+        head = embedding if config.tie_word_embeddings else _taken("lm_head", tensors)
+        packed |= _named("head", _packed_product([head], dtype))
     packed["final_norm"] = _norm_weight(config, tensors.pop("model.norm.weight"))
     return packed
 
@@ -60,23 +102,57 @@ def pack_adapter(config: ModelConfig, factors: Mapping[str, LoraFactors]) -> Ada
     return AdapterWeights(layers)
 
 
-def decoder_spec(config: ModelConfig, packed: Mapping[str, torch.Tensor], served_length: int) -> DecoderSpec:
-    """The decoder on weights that `pack_weights` made, for contexts of up to `served_length` tokens."""
+def _taken(name: str, tensors: Tensors) -> torch.Tensor | Packed:
+    packed = take_packed(name, tensors)
+    return tensors.pop(f"{name}.weight") if packed is None else packed
+
+
+def _packed_product(
+    weights: Sequence[torch.Tensor | Packed], dtype: torch.dtype, *, interleave: bool = False
+) -> Product:
+    """Weights of one input as one product; with `interleave` they are a gate's and an up's."""
+    quantised = [weight for weight in weights if not isinstance(weight, torch.Tensor)]
+    if len(quantised) == len(weights):
+        product = pack_quantised(quantised, dtype, interleave=interleave)
+        if product is not None:
+            return product
+    if quantised:
+        shapes = [list(weight.shape) for weight in weights]
+        _log.warning("quantised_weights_made_whole", shapes=shapes, reason="they have no layout in common")
+    whole = [weight if isinstance(weight, torch.Tensor) else weight.dequantise().to(dtype) for weight in weights]
+    if interleave:
+        gate, up = whole
+        return pack_gate_up(gate, up)
+    return pack_linear(whole[0] if len(whole) == 1 else torch.cat(whole))
+
+
+def _named(name: str, product: Product) -> Tensors:
+    return flatten_product(name, product) if isinstance(product, QuantisedProduct) else {name: product}
+
+
+def decoder_spec(
+    config: ModelConfig, packed: Mapping[str, torch.Tensor], dtype: torch.dtype, served_length: int
+) -> DecoderSpec:
+    """The decoder in `dtype` on weights that `pack_weights` made, for contexts of up to `served_length` tokens."""
     ropes = [_rope_table(config, config.rope, served_length)]
     if config.local_rope is not None:
         ropes.append(_rope_table(config, config.local_rope, served_length))
-    by_layer: list[Tensors] = [{} for _ in range(config.num_layers)]
-    for name, tensor in packed.items():
+    by_layer: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+    rest: dict[str, Product] = {}
+    for name, product in _products(packed).items():
         if name.startswith("layers."):
             _, index, part = name.split(".")
-            by_layer[int(index)][part] = tensor
+            by_layer[int(index)][part] = product
+        else:
+            rest[name] = product
     layers = []
     for number, weights in enumerate(by_layer):
         is_sliding = number in config.sliding_layers
         is_local = is_sliding and config.local_rope is not None
         window = config.sliding_window if is_sliding else None
         layers.append(LayerWeights(**weights, window=window, rope=int(is_local)))
-    dtype = packed["embedding"].dtype
+    final_norm = rest["final_norm"]
+    assert isinstance(final_norm, torch.Tensor)
     return DecoderSpec(
         dtype=dtype,
         hidden_size=config.hidden_size,
@@ -91,33 +167,43 @@ def decoder_spec(config: ModelConfig, packed: Mapping[str, torch.Tensor], served
         softcap=config.attention_softcap or 0.0,
         activation=_ACTIVATIONS[config.hidden_act],
         vocab_size=config.vocab_size,
-        embedding=packed["embedding"],
+        embedding=rest.get("embedding", rest["head"]),
         # As the models were trained: rounded to the type that it is multiplied in.
         embedding_scale=torch.tensor(config.embedding_scale, dtype=dtype).item(),
-        final_norm=packed["final_norm"],
-        head=packed["head"],
+        final_norm=final_norm,
+        head=rest["head"],
         logit_softcap=config.logit_softcap or 0.0,
     )
 
 
-def _pack_layer(config: ModelConfig, prefix: str, tensors: Tensors) -> Tensors:
-    def taken(kind: str, *names: str) -> list[torch.Tensor]:
-        return [tensors.pop(f"{prefix}.{name}_proj.{kind}") for name in names]
+def _products(packed: Mapping[str, torch.Tensor]) -> dict[str, Product]:
+    """The tensors, those that stand for one quantised product as one."""
+    products: dict[str, Product] = {}
+    parts: dict[str, Tensors] = {}
+    quantised = {name.removesuffix(".form") for name in packed if name.endswith(".form")}
+    for name, tensor in packed.items():
+        owner, _, part = name.rpartition(".")
+        if owner in quantised:
+            parts.setdefault(owner, {})[part] = tensor
+        else:
+            products[name] = tensor
+    return products | {name: product_of(tensors) for name, tensors in parts.items()}
 
-    attention, mlp = ("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")
-    packed = {
-        "qkv": pack_linear(torch.cat(taken("weight", *attention))),
-        "output": pack_linear(*taken("weight", "self_attn.o")),
-        "gate_up": pack_gate_up(*taken("weight", *mlp)),
-        "down": pack_linear(*taken("weight", "mlp.down")),
-    }
-    if config.qkv_bias:
-        packed["qkv_bias"] = torch.cat(taken("bias", *attention)).float()
-    if config.output_bias:
-        packed["output_bias"] = torch.cat(taken("bias", "self_attn.o")).float()
-    if config.mlp_bias:
-        packed["gate_up_bias"] = torch.cat(taken("bias", *mlp)).float()
-        packed["down_bias"] = torch.cat(taken("bias", "mlp.down")).float()
+
+def _pack_layer(config: ModelConfig, prefix: str, tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    packed: Tensors = {}
+    for name, parts in _PARTS.items():
+        names = [f"{prefix}.{part}_proj" for part in parts]
+        weights = [_taken(part, tensors) for part in names]
+        biases = [tensors.pop(f"{part}.bias", None) for part in names]
+        if any(bias is not None for bias in biases):
+            # Some writers of GPTQ store one beside a weight, and none beside the next.
+            present = [
+                torch.zeros(weight.shape[0]) if bias is None else bias.float()
+                for weight, bias in zip(weights, biases, strict=True)
+            ]
+            packed[f"{name}_bias"] = torch.cat(present)
+        packed |= _named(name, _packed_product(weights, dtype, interleave=name == "gate_up"))
     norms = [
         (ours, stored) for ours, stored in zip(_NORMS, NORM_NAMES[config.norms], strict=True) if stored is not None
     ]

@@ -1,4 +1,4 @@
-"""The engine of the compiled CPU kernels: dense decoders in bfloat16 and float32."""
+"""The engine of the compiled CPU kernels: dense decoders in bfloat16 and float32, their weights whole or integers."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -44,7 +44,7 @@ class NativeEngine:
 
     def pack(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See Engine."""
-        return pack_weights(self._config, tensors)
+        return pack_weights(self._config, tensors, self._dtype)
 
     def attach(self, packed: Mapping[str, torch.Tensor]) -> int:
         """See Engine."""
@@ -60,7 +60,7 @@ class NativeEngine:
                 f"to {LANES}, or native_kernels to false",
                 {"field": "block_size"},
             )
-        spec = decoder_spec(self._config, self._packed, max_model_len)
+        spec = decoder_spec(self._config, self._packed, self._dtype, max_model_len)
         return NativeExecutor(self._pool, spec, self._cache_layout(num_blocks, block_size))
 
     def pack_adapter(self, factors: Mapping[str, LoraFactors]) -> PackedAdapter:

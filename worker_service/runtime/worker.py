@@ -263,7 +263,7 @@ class WorkerRuntime:
     def _make_engine(self, job: LoadJob) -> Engine:
         """The compiled kernels where they compute the model, else plain torch. Raises as TorchEngine does."""
         config = job.checkpoint.config
-        if self._pool is not None and not job.is_quantised and computes(config, job.place, job.dtype):
+        if self._pool is not None and computes(config, job.place, job.dtype, job.rounding):
             return NativeEngine(config, job.dtype, self._pool)
         return TorchEngine(config, job.place, job.dtype, job.device, self._group)
 

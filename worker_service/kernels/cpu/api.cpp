@@ -19,6 +19,11 @@ void sw_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const v
   (is_bf16 ? linear_bf16 : linear_f32)(*static_cast<Pool*>(pool), x, rows, weight, bias, in, out, y);
 }
 
+void sw_quantised_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const SwQuantised* weight,
+                         const float* bias, int32_t out, void* y) {
+  (is_bf16 ? quantised_linear_bf16 : quantised_linear_f32)(*static_cast<Pool*>(pool), x, rows, *weight, bias, out, y);
+}
+
 void* sw_decoder_create(void* pool, const SwModel* model) {
   Pool& threads = *static_cast<Pool*>(pool);
   return model->is_bf16 ? make_decoder_bf16(threads, *model) : make_decoder_f32(threads, *model);

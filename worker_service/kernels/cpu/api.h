@@ -6,8 +6,26 @@
 
 extern "C" {
 
+// How the inputs of a quantised product are rounded before it.
+enum { SW_ROUND_NOTHING, SW_ROUND_GROUPS };
+enum { SW_SCALES_F32, SW_SCALES_BF16, SW_SCALES_F16 };
+
+// A weight [out, depth] of few bits a value: scale * (word - zero). Its inputs stand in `order`, in groups of equal
+// size, and are filled up so that groups are whole spans, of which one after the other is computed.
+struct SwQuantised {
+  const uint8_t* words;  // 8 bits: [panels][inputs / 4][32 columns][4]; 4 bits: [panels][inputs / 8][32][4], the first
+                         // four of eight inputs in the low halves
+  const void* scales;    // [panels][groups][32]
+  const uint8_t* zeros;  // likewise; null where all are `zero`
+  const int32_t* order;  // [inputs] which input stands at each place, below 0 for none; null where each in its own
+  int32_t bits, inputs, depth, groups, span, zero, scale_type;
+  int32_t rounding, rounding_group;  // to int8: the group is a multiple of the span
+};
+
 struct SwLayer {
   const void *qkv, *output, *gate_up, *down;  // packed, see gemm.h; of gate_up, 16 rows of each alternate
+  // Each in place of the one above that is null then; the rows likewise.
+  const SwQuantised *quantised_qkv, *quantised_output, *quantised_gate_up, *quantised_down;
   const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
   // Null where a family has none. The post norms act on a branch before it joins the residual.
   const float *input_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm, *query_norm, *key_norm;
@@ -25,8 +43,10 @@ struct SwModel {
   float eps, scale, softcap, embedding_scale, logit_softcap;
   const SwLayer* layers;
   const void* embedding;   // [vocab_size, hidden_size], not packed; null beyond the first stage
+  const SwQuantised* quantised_embedding;  // in place of it
   const float* final_norm;  // null before the last stage, as is head
   const void* head;
+  const SwQuantised* quantised_head;  // in place of it
   void* cache;
 };
 
@@ -69,6 +89,9 @@ void sw_pool_destroy(void* pool);
 
 void sw_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const void* weight, const float* bias,
                int32_t in, int32_t out, void* y);
+
+void sw_quantised_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const SwQuantised* weight,
+                         const float* bias, int32_t out, void* y);
 
 void* sw_decoder_create(void* pool, const SwModel* model);
 void sw_decoder_destroy(void* decoder);

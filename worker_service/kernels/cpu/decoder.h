@@ -7,6 +7,7 @@
 #include "kinds.h"
 #include "lora.h"
 #include "plan.h"
+#include "quantised.h"
 
 namespace stepwire {
 
@@ -28,6 +29,7 @@ class TypedDecoder final : public Decoder {
         attended_(kChunk, num_attended_),
         inner_(kChunk, model.inner_size),
         branch_(kChunk, model.hidden_size),
+        digits_(pool.size(), kChunk, quantised_weights(model)),
         scratch_(pool.size()) {
     const int rows = std::max(kQueryRows / heads_per_group_, 1) * heads_per_group_;
     for (auto& scratch : scratch_) scratch.resize(rows, model.head_dim);
@@ -106,6 +108,7 @@ class TypedDecoder final : public Decoder {
 
   void embed(Pool& pool, const int64_t* token_ids, int num_tokens, T* hidden) {
     const int size = model_.hidden_size;
+    if (model_.quantised_embedding) return embed_quantised(pool, token_ids, num_tokens, hidden);
     pool.split(num_tokens, [&](int begin, int end) {
       for (int token = begin; token < end; ++token) {
         const T* from = static_cast<const T*>(model_.embedding) + token_ids[token] * size;
@@ -113,6 +116,36 @@ class TypedDecoder final : public Decoder {
           store(hidden + (ptrdiff_t)token * size + i, load(from + i) * model_.embedding_scale);
       }
     });
+  }
+
+  void embed_quantised(Pool& pool, const int64_t* token_ids, int num_tokens, T* hidden) const {
+    const int size = model_.hidden_size;
+    pool.split(num_tokens, [&](int begin, int end) {
+      std::vector<float> row(size);
+      for (int token = begin; token < end; ++token) {
+        unpack_row(*model_.quantised_embedding, token_ids[token], row.data());
+        for (int i = 0; i < size; i += kLanes)
+          store(hidden + (ptrdiff_t)token * size + i, load(&row[i]) * model_.embedding_scale);
+      }
+    });
+  }
+
+  static std::vector<const SwQuantised*> quantised_weights(const SwModel& model) {
+    std::vector<const SwQuantised*> found{model.quantised_head};
+    for (int i = 0; i < model.num_layers; ++i) {
+      const SwLayer& layer = model.layers[i];
+      found.insert(found.end(), {layer.quantised_qkv, layer.quantised_output, layer.quantised_gate_up,
+                                 layer.quantised_down});
+    }
+    return found;
+  }
+
+  // A product with whichever of the two weights there is; as gemm.
+  template <class Done>
+  void multiply(Pool& pool, int thread, Rows<const T> x, int count, const void* plain, const SwQuantised* quantised,
+                int depth, int num_panels, Done&& done) {
+    if (!quantised) return gemm(pool, x, count, static_cast<const T*>(plain), depth, num_panels, done);
+    quantised_gemm(pool, digits_.take(pool, thread, x, count, *quantised), count, *quantised, num_panels, done);
   }
 
   // The attention branch of a chunk's tokens: joined to `hidden`, or left in `partial` when that is given.
@@ -124,12 +157,12 @@ class TypedDecoder final : public Decoder {
     const int queries = num_attended_ / kLanes, keys = (num_qkv_ - num_attended_) / 2 / kLanes;
     const Delta delta =
         shrink(pool, chunk, number, kQuery, {queries, queries + keys, queries + 2 * keys}, normed, model_.hidden_size);
-    gemm(pool, normed, chunk.count, static_cast<const T*>(layer.qkv), model_.hidden_size, panels(num_qkv_),
-         [&](int row, int panel, Floats low, Floats high) {
-           add_panel(layer.qkv_bias, panel, num_qkv_, low, high);
-           if (delta) delta->add_panel(row, panel, low, high);
-           store_panel(qkv[row], panel, num_qkv_, low, high);
-         });
+    multiply(pool, thread, normed, chunk.count, layer.qkv, layer.quantised_qkv, model_.hidden_size, panels(num_qkv_),
+             [&](int row, int panel, Floats low, Floats high) {
+               add_panel(layer.qkv_bias, panel, num_qkv_, low, high);
+               if (delta) delta->add_panel(row, panel, low, high);
+               store_panel(qkv[row], panel, num_qkv_, low, high);
+             });
     const CacheShape shape{model_.num_layers, model_.num_kv_heads, model_.head_dim, model_.block_size};
     auto cache_of = [&](const Span& span, int head) {
       return HeadCache<T>(model_.cache, shape, number, head, batch.tables + span.sequence * batch.table_stride);
@@ -163,8 +196,8 @@ class TypedDecoder final : public Decoder {
     pool.split(tasks, attend_some, std::max(1, tasks / (8 * pool.size())));
     const Delta added =
         shrink(pool, chunk, number, kOutput, {model_.hidden_size / kLanes, 0, 0}, attended_.read(), num_attended_);
-    project(pool, attended_.read(), chunk.count, layer.output, layer.output_bias, num_attended_, added,
-            layer.post_attention_norm, hidden, partial);
+    const Weight weight{layer.output, layer.quantised_output, layer.output_bias, num_attended_};
+    project(pool, thread, attended_.read(), chunk.count, weight, added, layer.post_attention_norm, hidden, partial);
   }
 
   // The other branch; as above.
@@ -175,21 +208,21 @@ class TypedDecoder final : public Decoder {
     const Rows<T> inner = inner_.rows();
     const int vectors = inner_size / kLanes;
     const Delta delta = shrink(pool, chunk, number, kGate, {vectors, 2 * vectors, 0}, normed, model_.hidden_size);
-    gemm(pool, normed, count, static_cast<const T*>(layer.gate_up), model_.hidden_size, inner_size / kLanes,
-         [&](int row, int panel, Floats gate, Floats up) {
-           if (layer.gate_up_bias) {
-             gate += load(layer.gate_up_bias + panel * kLanes);
-             up += load(layer.gate_up_bias + inner_size + panel * kLanes);
-           }
-           if (delta) {
-             delta->add(row, panel, gate);
-             delta->add(row, vectors + panel, up);
-           }
-           store(inner[row] + panel * kLanes, (model_.is_gelu ? gelu(gate) : silu(gate)) * up);
-         });
+    multiply(pool, thread, normed, count, layer.gate_up, layer.quantised_gate_up, model_.hidden_size,
+             inner_size / kLanes, [&](int row, int panel, Floats gate, Floats up) {
+               if (layer.gate_up_bias) {
+                 gate += load(layer.gate_up_bias + panel * kLanes);
+                 up += load(layer.gate_up_bias + inner_size + panel * kLanes);
+               }
+               if (delta) {
+                 delta->add(row, panel, gate);
+                 delta->add(row, vectors + panel, up);
+               }
+               store(inner[row] + panel * kLanes, (model_.is_gelu ? gelu(gate) : silu(gate)) * up);
+             });
     const Delta added = shrink(pool, chunk, number, kDown, {model_.hidden_size / kLanes, 0, 0}, inner_.read(), inner_size);
-    project(pool, inner_.read(), count, layer.down, layer.down_bias, inner_size, added, layer.post_mlp_norm, hidden,
-            partial);
+    const Weight weight{layer.down, layer.quantised_down, layer.down_bias, inner_size};
+    project(pool, thread, inner_.read(), count, weight, added, layer.post_mlp_norm, hidden, partial);
   }
 
   // What the adapters of a chunk's rows change of a product; nothing, at no cost, where none has one.
@@ -212,20 +245,27 @@ class TypedDecoder final : public Decoder {
     return {to.data, to.stride};
   }
 
+  struct Weight {
+    const void* plain;
+    const SwQuantised* quantised;
+    const float* bias;
+    int depth;
+  };
+
   // The product that ends a branch.
-  void project(Pool& pool, Rows<const T> x, int count, const void* weight, const float* bias, int depth,
-               const Delta& delta, const float* post_norm, T* hidden, T* partial) {
+  void project(Pool& pool, int thread, Rows<const T> x, int count, const Weight& weight, const Delta& delta,
+               const float* post_norm, T* hidden, T* partial) {
     const int size = model_.hidden_size;
     // Without a norm of its own the branch is added before it is rounded.
     const bool adds = !partial && !post_norm;
     const Rows<T> to = adds ? Rows<T>{hidden, size} : partial ? Rows<T>{partial, size} : branch_.rows();
-    gemm(pool, x, count, static_cast<const T*>(weight), depth, panels(size),
-         [&](int row, int panel, Floats low, Floats high) {
-           add_panel(bias, panel, size, low, high);
-           if (delta) delta->add_panel(row, panel, low, high);
-           add_panel(adds ? to[row] : nullptr, panel, size, low, high);
-           store_panel(to[row], panel, size, low, high);
-         });
+    multiply(pool, thread, x, count, weight.plain, weight.quantised, weight.depth, panels(size),
+             [&](int row, int panel, Floats low, Floats high) {
+               add_panel(weight.bias, panel, size, low, high);
+               if (delta) delta->add_panel(row, panel, low, high);
+               add_panel(adds ? to[row] : nullptr, panel, size, low, high);
+               store_panel(to[row], panel, size, low, high);
+             });
     if (!partial && post_norm) join(pool, count, {hidden, size}, branch_.read(), post_norm);
   }
 
@@ -289,13 +329,13 @@ class TypedDecoder final : public Decoder {
         for (int i = begin; i < end; ++i)
           rms_norm(hidden + head.rows[first + i] * size, model_.final_norm, size, model_.eps, normed_.rows()[i]);
       });
-      gemm(pool, normed_.read(), count, static_cast<const T*>(model_.head), size, panels(vocab),
-           [&](int row, int panel, Floats low, Floats high) {
-             low = cap(low, model_.logit_softcap);
-             high = cap(high, model_.logit_softcap);
-             if (head.logits) store_panel(head.logits + (first + row) * (int64_t)vocab, panel, vocab, low, high);
-             if (head.token_ids) find_best(best[first + row], panel * kPanel, vocab, low, high);
-           });
+      multiply(pool, thread, normed_.read(), count, model_.head, model_.quantised_head, size, panels(vocab),
+               [&](int row, int panel, Floats low, Floats high) {
+                 low = cap(low, model_.logit_softcap);
+                 high = cap(high, model_.logit_softcap);
+                 if (head.logits) store_panel(head.logits + (first + row) * (int64_t)vocab, panel, vocab, low, high);
+                 if (head.token_ids) find_best(best[first + row], panel * kPanel, vocab, low, high);
+               });
     }
     if (!head.token_ids || thread != 0) return;
     for (int64_t row = 0; row < head.num_rows; ++row) merge_best(row, head);
@@ -338,6 +378,7 @@ class TypedDecoder final : public Decoder {
   const std::vector<SwLayer> layers_;
   const int heads_per_group_, num_qkv_, num_attended_;
   const Buffer normed_, qkv_, attended_, inner_, branch_;
+  QuantisedInputs<T> digits_;
   std::vector<AttentionScratch<T>> scratch_;
   std::vector<Best> best_;
   Adapters<T> adapters_;

@@ -10,4 +10,9 @@ void linear_bf16(Pool& pool, const void* x, int64_t rows, const void* weight, co
                static_cast<bf16*>(y));
 }
 
+void quantised_linear_bf16(Pool& pool, const void* x, int64_t rows, const SwQuantised& weight, const float* bias,
+                           int columns, void* y) {
+  quantised_linear<bf16>(pool, static_cast<const bf16*>(x), rows, weight, bias, columns, static_cast<bf16*>(y));
+}
+
 }  // namespace stepwire

@@ -10,4 +10,9 @@ void linear_f32(Pool& pool, const void* x, int64_t rows, const void* weight, con
                 static_cast<float*>(y));
 }
 
+void quantised_linear_f32(Pool& pool, const void* x, int64_t rows, const SwQuantised& weight, const float* bias,
+                          int columns, void* y) {
+  quantised_linear<float>(pool, static_cast<const float*>(x), rows, weight, bias, columns, static_cast<float*>(y));
+}
+
 }  // namespace stepwire

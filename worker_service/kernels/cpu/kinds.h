@@ -25,4 +25,9 @@ void linear_bf16(Pool& pool, const void* x, int64_t rows, const void* weight, co
 void linear_f32(Pool& pool, const void* x, int64_t rows, const void* weight, const float* bias, int depth,
                 int columns, void* y);
 
+void quantised_linear_bf16(Pool& pool, const void* x, int64_t rows, const SwQuantised& weight, const float* bias,
+                           int columns, void* y);
+void quantised_linear_f32(Pool& pool, const void* x, int64_t rows, const SwQuantised& weight, const float* bias,
+                          int columns, void* y);
+
 }  // namespace stepwire

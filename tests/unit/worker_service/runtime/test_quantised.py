@@ -11,15 +11,12 @@ from loader.quantised.roundings import ROUNDINGS, Rounding
 from loader.shares import RankPlace
 from tests.support.tiny_checkpoint import make_tiny_llama
 from tests.support.tiny_quantised_models import (
+    ROUNDED_INPUTS,
+    WEIGHT_ONLY,
     Format,
-    awq,
-    float_quantized,
     fp8_blocks,
-    fp8_tensor,
     gptq,
-    int8,
     make_tiny_quantised,
-    pack_quantized,
 )
 from tests.support.tiny_runner import Driven, Driver, load_tiny, make_runner, one_thread
 from worker_service.runtime.engine import TorchEngine
@@ -33,27 +30,6 @@ from worker_service.runtime.step import Sampling
 from worker_service.runtime.worker import WorkerRuntime
 
 PROMPTS = ([5, 9, 200, 31], [7] * 11, [300, 4, 18, 77, 120, 66])
-
-# The formats that say nothing of inputs: their products are those of the weights.
-WEIGHT_ONLY = {
-    "gptq": gptq(),
-    "gptq_2_bit": gptq(2),
-    "gptq_3_bit": gptq(3),
-    "gptq_8_bit": gptq(8),
-    "gptq_asymmetric": gptq(symmetric=False),
-    "gptq_v2": gptq(version=2, symmetric=False),
-    "gptq_ordered": gptq(act_order=True),
-    "gptq_one_group": gptq(group_size=-1),
-    "gptq_with_its_output_layer": gptq(lm_head=True),
-    "awq": awq(),
-    "packed": pack_quantized(),
-    "packed_8_bit": pack_quantized(8, -1),
-    "packed_asymmetric": pack_quantized(symmetric=False),
-    "packed_ordered": pack_quantized(act_order=True),
-    "int8_weights": int8(),
-    "fp8_weights": float_quantized(),
-    "fp8_weights_in_blocks": float_quantized("block"),
-}
 
 
 @dataclass(frozen=True)
@@ -90,17 +66,6 @@ def test_generates_what_the_unquantised_model_does(tmp_path: Path, name: str) ->
     tokens = greedy(folder)
     assert tokens == greedy(dense)
     assert len({token for output in tokens for token in output}) > 3
-
-
-# The formats that round inputs too: their products differ from those of the weights, a little.
-BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-ROUNDED_INPUTS = {
-    "w8a8": int8(BY_TOKEN),
-    "fp8_blocks": fp8_blocks(),
-    "fp8_tensor": fp8_tensor(),
-    "fp8_static": fp8_tensor(input_scale=1 / 16),
-    "fp8_by_token": float_quantized("channel", {**BY_TOKEN, "type": "float"}),
-}
 
 
 @pytest.mark.parametrize("name", ROUNDED_INPUTS)

@@ -1,0 +1,204 @@
+#include "quantised.h"
+
+#include <array>
+#include <utility>
+
+namespace stepwire {
+
+namespace {
+
+// sum + the products of four unsigned bytes of each lane of w with four signed ones of a.
+SW_INLINE Ints dot(Ints sum, Words w, Ints a) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)a);
+#elif defined(__AVX2__)
+  // Even and odd bytes as 16 bits, of which pairs are multiplied and added.
+  using Shorts = int16_t __attribute__((vector_size(64)));
+  const Shorts even = (Shorts)((Words)a << 8) >> 8, odd = (Shorts)a >> 8;
+  const Words low = w & 0x00ff00ffu, high = (w >> 8) & 0x00ff00ffu;
+  __m256i parts[2][4];
+  memcpy(parts[0], &low, 64), memcpy(parts[0] + 2, &high, 64);
+  memcpy(parts[1], &even, 64), memcpy(parts[1] + 2, &odd, 64);
+  __m256i sums[2];
+  for (int i = 0; i < 2; ++i)
+    sums[i] = _mm256_add_epi32(_mm256_madd_epi16(parts[0][i], parts[1][i]),
+                               _mm256_madd_epi16(parts[0][i + 2], parts[1][i + 2]));
+  Ints added;
+  memcpy(&added, sums, 64);
+  return sum + added;
+#else
+  for (int i = 0; i < 4; ++i) sum += (Ints)((w >> (8 * i)) & 0xffu) * ((a << (24 - 8 * i)) >> 24);
+  return sum;
+#endif
+}
+
+SW_INLINE Words load_words(const uint8_t* from) {
+  Words value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+
+SW_INLINE Ints splat_int(const int8_t* from) {
+  int32_t value;
+  memcpy(&value, from, sizeof value);
+  return Ints{} + value;
+}
+
+SW_INLINE Ints load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  using Narrow = uint8_t __attribute__((vector_size(16)));
+  Narrow value;
+  memcpy(&value, from, sizeof value);
+  return __builtin_convertvector(value, Ints);
+#endif
+}
+
+// Finite ones.
+SW_INLINE Floats load_f16(const uint16_t* from) {
+  Halves bits;
+  memcpy(&bits, from, sizeof bits);
+  const Words wide = __builtin_convertvector(bits, Words);
+  const Floats size = (Floats)((wide & 0x7fffu) << 13) * 0x1p112f;
+  return (Floats)((Words)size | ((wide & 0x8000u) << 16));
+}
+
+SW_INLINE Floats load_scales(const SwQuantised& weight, ptrdiff_t at) {
+  if (weight.scale_type == SW_SCALES_F32) return load(static_cast<const float*>(weight.scales) + at);
+  if (weight.scale_type == SW_SCALES_BF16) return load(static_cast<const bf16*>(weight.scales) + at);
+  return load_f16(static_cast<const uint16_t*>(weight.scales) + at);
+}
+
+SW_INLINE Ints load_zeros(const SwQuantised& weight, ptrdiff_t at) {
+  return weight.zeros ? load_bytes(weight.zeros + at) : Ints{} + weight.zero;
+}
+
+SW_INLINE Floats to_floats(Ints value) { return __builtin_convertvector(value, Floats); }
+
+// The sums of one span's integers: of R rows by the bytes of their inputs, for two vectors of columns.
+template <int N, int R>
+struct SpanSums {
+  Ints sum[R][N][2];
+
+  // What the zero points take away: of three bytes that of the first two is kept apart, for it would not fit.
+  SW_INLINE void begin(const SpanTotal* totals, ptrdiff_t spans, const Ints (&zero)[2]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const SpanTotal& of = totals[r * spans];
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        if (N > 1) sum[r][0][v] = Ints{};
+        sum[r][N > 1 ? 1 : 0][v] = zero[v] * -of.total;
+        if (N == 3) sum[r][2][v] = zero[v] * -of.last_total;
+      }
+    }
+  }
+
+  // Four inputs, at `from` of the first row's first byte.
+  SW_INLINE void add(const int8_t* from, ptrdiff_t inputs, const Words (&words)[2]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 3
+      for (int place = 0; place < N; ++place) {
+        const Ints input = splat_int(from + (r * N + place) * inputs);
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) sum[r][place][v] = dot(sum[r][place][v], words[v], input);
+      }
+  }
+
+  SW_INLINE Floats value(int r, int v) const {
+    if constexpr (N == 1) return to_floats(sum[r][0][v]);
+    const Floats first = to_floats((sum[r][0][v] << 8) + sum[r][N > 1 ? 1 : 0][v]);
+    if constexpr (N == 2) return first;
+    return fma(first, splat(256.0f), to_floats(sum[r][N - 1][v]));
+  }
+};
+
+template <int N, int Bits, int R>
+void multiply_quantised(const Digits& x, int row, const SwQuantised& weight, int panel, float (*sums)[kPanel]) {
+  constexpr int kInputs = 32 / Bits;  // of two vectors
+  constexpr ptrdiff_t kStepBytes = kPanel * 4;
+  const int spans = weight.inputs / weight.span, spans_of_group = spans / weight.groups;
+  const uint8_t* words = weight.words + (ptrdiff_t)panel * (weight.inputs / kInputs) * kStepBytes;
+  const int8_t* inputs = x.row_bytes(row);
+  const SpanTotal* totals = x.row_totals(row);
+  Floats total[R][2] = {};
+  for (int group = 0; group < weight.groups; ++group) {
+    const ptrdiff_t at = ((ptrdiff_t)panel * weight.groups + group) * kPanel;
+    const Ints zero[2] = {load_zeros(weight, at), load_zeros(weight, at + kLanes)};
+    Floats part[R][2] = {};
+    for (int span = 0; span < spans_of_group; ++span, ++totals) {
+      SpanSums<N, R> sum;
+      sum.begin(totals, x.spans, zero);
+      for (int i = 0; i < weight.span; i += kInputs) {
+        const Words both[2] = {load_words(words), load_words(words + 64)};
+        words += kStepBytes;
+        if constexpr (Bits == 8) {
+          sum.add(inputs, x.inputs, both);
+        } else {
+          const Words low[2] = {both[0] & 0x0f0f0f0fu, both[1] & 0x0f0f0f0fu};
+          const Words high[2] = {(both[0] >> 4) & 0x0f0f0f0fu, (both[1] >> 4) & 0x0f0f0f0fu};
+          sum.add(inputs, x.inputs, low);
+          sum.add(inputs + 4, x.inputs, high);
+        }
+        inputs += kInputs;
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v)
+          part[r][v] = fma(sum.value(r, v), splat(totals[r * x.spans].scale), part[r][v]);
+    }
+    const Floats scale[2] = {load_scales(weight, at), load_scales(weight, at + kLanes)};
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) total[r][v] = fma(part[r][v], scale[v], total[r][v]);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2; ++v) store(sums[r] + v * kLanes, total[r][v]);
+}
+
+template <int N, int Bits, int... R>
+constexpr auto tiles_of(std::integer_sequence<int, R...>) {
+  return std::array<QuantisedTile, sizeof...(R)>{multiply_quantised<N, Bits, R + 1>...};
+}
+
+template <int N, int Bits>
+QuantisedTile tile_of(int rows) {
+  static constexpr auto tiles = tiles_of<N, Bits>(std::make_integer_sequence<int, most_quantised_rows(N)>{});
+  return tiles[rows - 1];
+}
+
+template <int N>
+QuantisedTile tile_of(int bits, int rows) {
+  return bits == 8 ? tile_of<N, 8>(rows) : tile_of<N, 4>(rows);
+}
+
+}  // namespace
+
+QuantisedTile quantised_tile(int num_bytes, int bits, int rows) {
+  return num_bytes == 1 ? tile_of<1>(bits, rows) : num_bytes == 2 ? tile_of<2>(bits, rows) : tile_of<3>(bits, rows);
+}
+
+void unpack_row(const SwQuantised& weight, int row, float* to) {
+  const int panel = row / kPanel, column = row % kPanel, size = weight.inputs / weight.groups;
+  const int inputs_of_step = 32 / weight.bits;
+  const uint8_t* words = weight.words + (ptrdiff_t)panel * weight.inputs * kPanel * weight.bits / 8 + column * 4;
+  for (int group = 0; group < weight.groups; ++group) {
+    const ptrdiff_t at = ((ptrdiff_t)panel * weight.groups + group) * kPanel;
+    const int half = column / kLanes * kLanes, lane = column % kLanes;
+    const float scale = load_scales(weight, at + half)[lane];
+    const int zero = load_zeros(weight, at + half)[lane];
+    for (int i = group * size; i < (group + 1) * size; ++i) {
+      const int step = i / inputs_of_step, within = i % inputs_of_step;
+      const uint8_t word = words[step * (ptrdiff_t)kPanel * 4 + within % 4];
+      const int value = weight.bits == 8 ? word : within < 4 ? word & 15 : word >> 4;
+      const int place = weight.order ? weight.order[i] : i;
+      if (place >= 0 && place < weight.depth) to[place] = scale * (float)(value - zero);
+    }
+  }
+}
+
+}  // namespace stepwire
