@@ -177,7 +177,7 @@ class _Service:
             model, started = await _both(
                 asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len), starter.start()
             )
-            model = replace(model, max_model_len=started.max_model_len)
+            model = replace(model, max_model_len=started.max_model_len, max_draft_tokens=settings.max_draft_tokens)
             config = SchedulerConfig(
                 num_blocks=started.num_blocks,
                 block_size=settings.block_size,

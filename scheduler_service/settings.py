@@ -63,6 +63,13 @@ class SchedulerSettings(BaseModel):
         default=None, ge=1, le=16_777_216, description="Number of KV blocks; by default what the workers' memory holds."
     )
     prefix_caching: bool = Field(default=True, description="Reuse the KV blocks of prompts that begin alike.")
+    max_draft_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="Most tokens that a step looks up and verifies for each sequence whose request does not say: "
+        "speculative decoding, for text that quotes its prompt. They take places of max_num_seqs.",
+    )
     max_queued_requests: int = Field(
         default=1024, ge=1, le=1_000_000, description="Most requests that wait; one more is refused at once."
     )

@@ -62,7 +62,10 @@ class EngineState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model's facts and its text side. The engine closes `tokens` and `template`."""
+    """A model's facts and its text side. The engine closes `tokens` and `template`.
+
+    `max_draft_tokens` is for requests that say nothing of speculation.
+    """
 
     architecture: str
     vocab_size: int
@@ -70,6 +73,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     tokens: Tokens
     template: ChatTemplate | None
+    max_draft_tokens: int = 0
 
 
 class Engine:
@@ -119,7 +123,9 @@ class Engine:
         group.observers += [self, self._metrics]
         await group.begin(started)
         loop.start()
-        self._validator = Validator(model.vocab_size, model.max_model_len, model.eos_token_ids, self._tenants)
+        self._validator = Validator(
+            model.vocab_size, model.max_model_len, model.eos_token_ids, self._tenants, model.max_draft_tokens
+        )
         self._info = ModelInfo(
             name=self.model_name,
             state=EngineState.READY.value,
@@ -307,6 +313,7 @@ class Engine:
             sampling=checked.sampling,
             trace=trace.traceparent,
             scores_prompt=checked.sampling.prompt_logprobs is not None,
+            max_draft_tokens=checked.max_draft_tokens,
         )
         live = _live_request(request, checked, trace, arrival)
         loop.submit(live)

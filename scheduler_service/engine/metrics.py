@@ -230,5 +230,7 @@ class _CoreCollector(Collector):
             (names.METRIC_HOPELESS, "Requests ended early: their deadline could not be met.", stats.num_hopeless),
             (names.METRIC_PREFIX_QUERIES, "Tokens looked up in the prefix cache.", stats.prefix_query_tokens),
             (names.METRIC_PREFIX_HITS, "Tokens found in the prefix cache.", stats.prefix_hit_tokens),
+            (names.METRIC_DRAFT_TOKENS, "Tokens that were drafted and verified.", stats.num_draft_tokens),
+            (names.METRIC_ACCEPTED_TOKENS, "Draft tokens that were right.", stats.num_accepted_tokens),
         ):
             yield CounterMetricFamily(name.removesuffix("_total"), text, value)

@@ -21,6 +21,9 @@ MAX_N = 64
 MAX_BIASES = 1024
 MAX_LISTED_TOKENS = 16384
 MAX_LOGPROBS = 20
+MAX_DRAFT_TOKENS = 16
+# With the token that is sampled anyway, as many as a CPU computes in about the time of one.
+DEFAULT_DRAFT_TOKENS = 7
 MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
 # At lower temperatures the draw is that of the most likely token, and the division could overflow.
@@ -44,13 +47,23 @@ class Checked:
     n: int
     num_sequences: int
     best_of: BestOfRule | None
+    max_draft_tokens: int
 
 
 class Validator:
     """Checks requests against the API's bounds and one model's. Raises StepwireError; changes nothing."""
 
-    def __init__(self, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int], tenants: TenantRules) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        tenants: TenantRules,
+        max_draft_tokens: int = 0,
+    ) -> None:
+        """`max_draft_tokens` is for requests that say nothing of speculation."""
         self._tenants = tenants
+        self._max_draft_tokens = max_draft_tokens
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
@@ -70,7 +83,8 @@ class Validator:
             best_of = BestOfRule(n, has_logprobs=sampling.logprobs is not None)
             # What a sequence is judged by.
             sampling = sampling if best_of.has_logprobs else replace(sampling, logprobs=0)
-        return Checked(sampling, _check_stop(given.stop), max_tokens, n, num_sequences, best_of)
+        drafts = _int("max_draft_tokens", call.max_draft_tokens, self._max_draft_tokens, (0, MAX_DRAFT_TOKENS))
+        return Checked(sampling, _check_stop(given.stop), max_tokens, n, num_sequences, best_of, drafts)
 
     def check_detokenize(self, token_ids: Sequence[int]) -> None:
         """Checks that there are no more ids than a context holds."""

@@ -68,7 +68,8 @@ class SamplingInput:
 
 @dataclass(frozen=True, slots=True)
 class GenerateInput:
-    """One call of Generate, unchecked. `deadline_s` is the time the client still waits, in seconds."""
+    """One call of Generate, unchecked. `deadline_s` is the time the client still waits, in seconds; `max_draft_tokens`
+    is None where the client said nothing of speculation."""
 
     prompt: Prompt | None
     sampling: SamplingInput = SamplingInput()
@@ -77,6 +78,7 @@ class GenerateInput:
     tenant: str = ""
     priority: int = 0
     deadline_s: float | None = None
+    max_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from google.protobuf import duration_pb2
 
 from scheduler_service.core.plan import PromptLogprobs
 from scheduler_service.core.request import FinishReason
-from scheduler_service.engine.validate import MAX_MESSAGES, check_count
+from scheduler_service.engine.validate import DEFAULT_DRAFT_TOKENS, MAX_MESSAGES, check_count
 from scheduler_service.engine.values import (
     ChatMessage,
     ChatPrompt,
@@ -64,7 +64,15 @@ def generate_input(request: pb.GenerateRequest, deadline_s: float | None, tenant
         tenant=tenant,
         priority=request.priority,
         deadline_s=deadline_s,
+        max_draft_tokens=_max_draft_tokens(request),
     )
+
+
+def _max_draft_tokens(request: pb.GenerateRequest) -> int | None:
+    if not request.HasField("speculation"):
+        return None
+    given = request.speculation
+    return given.max_draft_tokens if given.HasField("max_draft_tokens") else DEFAULT_DRAFT_TOKENS
 
 
 def prompt_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt | None:

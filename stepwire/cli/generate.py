@@ -37,6 +37,9 @@ from stepwire.client.types import (
 @click.option("--stats", is_flag=True, help="Tokens and times at the end, on standard error.")
 @click.option("--request-id", default="", help="Id of the request; by default the service makes one.")
 @click.option("--priority", type=int, default=0, help="Higher goes first; 0 by default.")
+@click.option(
+    "--max-draft-tokens", type=int, help="Tokens that a step may look up and try: faster where an answer quotes."
+)
 @sampling_options
 @connection_options
 def generate(prompt: str, *, chat: bool, system: str | None, **options: Any) -> None:
@@ -54,7 +57,7 @@ def generate(prompt: str, *, chat: bool, system: str | None, **options: Any) -> 
         options, **{name: options[name] for name in ("n", "best_of", "logprobs", "prompt_logprobs")}
     )
     with connect(options) as client:
-        keywords = {name: options[name] for name in ("model", "request_id", "priority", "timeout")}
+        keywords = {name: options[name] for name in ("model", "request_id", "priority", "max_draft_tokens", "timeout")}
         try:
             with client.generate(content, sampling=sampling, **keywords) as stream, ctrl_c_closes(stream):
                 for event in stream:

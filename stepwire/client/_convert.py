@@ -56,8 +56,11 @@ def generate_request(
     TypeError for unknown keywords and values of a wrong type. All other checks are the service's.
     """
     own = {name: value for name, value in keywords.items() if name in _REQUEST_FIELDS}
-    others: dict[str, Any] = {name: value for name, value in keywords.items() if name not in (*own, "timeout")}
+    taken = (*own, "timeout", "max_draft_tokens")
+    others: dict[str, Any] = {name: value for name, value in keywords.items() if name not in taken}
     params = replace(sampling or SamplingParams(), **others)
+    if (num_drafts := keywords.get("max_draft_tokens")) is not None:
+        own["speculation"] = _filled(inference_pb2.Speculation, max_draft_tokens=num_drafts)
     return _filled(inference_pb2.GenerateRequest, sampling=_sampling(params), **own, **_prompt(prompt))
 
 

@@ -18,6 +18,10 @@ def ids(*values: int) -> pb.TokenIds:
     return pb.TokenIds(ids=values)
 
 
+def drafts(most: int) -> pb.Speculation:
+    return pb.Speculation(max_draft_tokens=most)
+
+
 def sampling(**fields: Any) -> pb.SamplingParams:
     return pb.SamplingParams(**fields)
 
@@ -42,6 +46,8 @@ BAD = [
     ),
     ("text absurdly long", {"text": "x" * (2 << 20)}, "PROMPT_TOO_LONG", "text"),
     ("model unknown", {"text": "x", "model": "other"}, "MODEL_NOT_FOUND", None),
+    ("drafts many", {"text": "x", "speculation": drafts(17)}, "FIELD_OUT_OF_RANGE", "max_draft_tokens"),
+    ("drafts negative", {"text": "x", "speculation": drafts(-HUGE)}, "FIELD_OUT_OF_RANGE", "max_draft_tokens"),
     ("request_id long", {"text": "x", "request_id": "r" * 129}, "FIELD_OUT_OF_RANGE", "request_id"),
     ("request_id odd", {"text": "x", "request_id": "a b"}, "FIELD_INVALID", "request_id"),
     ("request_id not ascii", {"text": "x", "request_id": "é"}, "FIELD_INVALID", "request_id"),

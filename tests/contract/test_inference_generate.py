@@ -56,6 +56,34 @@ async def test_detokenize_answers_text_with_or_without_special_tokens() -> None:
         assert (await scheduler.stub.Detokenize(request, timeout=5)).text == "<|im_end|>hello"
 
 
+async def test_speculation_is_asked_of_the_worker_and_changes_no_token() -> None:
+    async with running_scheduler() as scheduler:
+        asked = {
+            "default": pb.Speculation(),
+            "some": pb.Speculation(max_draft_tokens=3),
+            "none": pb.Speculation(max_draft_tokens=0),
+            "unsaid": None,
+        }
+        sampling = pb.SamplingParams(max_tokens=12, seed=5)
+        for request_id, speculation in asked.items():
+            responses = await scheduler.generate(
+                text="hello", request_id=request_id, sampling=sampling, speculation=speculation
+            )
+            prompt = scheduler.tokenizer.encode("hello").ids
+            assert tokens_of(responses) == expected_tokens(prompt, 12, letter_ids(scheduler.tokenizer), seed=5)
+        most = dict.fromkeys(asked, 0)
+        limits: dict[str, int] = {}
+        request_of: dict[int, str] = {}
+        for step in scheduler.worker.steps:
+            request_of |= {new.sequence_id: new.request_id for new in step.new_sequences}
+            limits |= {new.request_id: new.token_limit for new in step.new_sequences}
+            for sequence_id, num in zip(step.sequence_ids, step.draft_token_counts, strict=False):
+                most[request_of[sequence_id]] = max(most[request_of[sequence_id]], num)
+        assert most == {"default": 7, "some": 3, "none": 0, "unsaid": 0}
+        limit = len(prompt) + 12
+        assert limits == {"default": limit, "some": limit, "none": 0, "unsaid": 0}
+
+
 async def test_n_sequences_have_their_own_tokens_and_indexes() -> None:
     async with running_scheduler() as scheduler:
         prompt = list(range(10, 50))

@@ -28,6 +28,16 @@ def test_the_defaults_are_those_of_the_protocol() -> None:
     assert VALIDATOR.max_tokens(10, checked) == 40
 
 
+def test_drafts_are_what_the_request_says_or_what_is_set() -> None:
+    eager = Validator(100, 50, (2, 3), TenantRules(), max_draft_tokens=5)
+    found = [
+        validator.check(GenerateInput(TextPrompt("x"), max_draft_tokens=given)).max_draft_tokens
+        for validator in (VALIDATOR, eager)
+        for given in (None, 0, 16)
+    ]
+    assert found == [0, 0, 16, 5, 0, 16]
+
+
 def test_stop_tokens_are_added_to_the_models_own() -> None:
     both = VALIDATOR.check(GenerateInput(TextPrompt("x"), SamplingInput(stop_token_ids=(7, 2))))
     assert both.sampling.stop_token_ids == (2, 3, 7)

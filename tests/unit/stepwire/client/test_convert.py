@@ -28,6 +28,16 @@ def test_zeros_are_sent() -> None:
     assert all(sampling.HasField(name) for name in ("temperature", "seed", "logprobs"))
 
 
+def test_drafts_are_asked_for_where_a_number_is_given() -> None:
+    assert not generate_request("x", None, {}).HasField("speculation")
+    assert not generate_request("x", None, {"max_draft_tokens": None}).HasField("speculation")
+    for num in (0, 5):
+        sent = generate_request("x", None, {"max_draft_tokens": num}).speculation
+        assert sent.HasField("max_draft_tokens") and sent.max_draft_tokens == num
+    with pytest.raises(StepwireError, match="max_draft_tokens"):
+        generate_request("x", None, {"max_draft_tokens": 2**40})
+
+
 def test_keywords_win_over_sampling() -> None:
     request = generate_request("x", SamplingParams(temperature=1.0, top_k=3), {"temperature": 0.5, "timeout": 1})
     assert (request.sampling.temperature, request.sampling.top_k) == (0.5, 3)
