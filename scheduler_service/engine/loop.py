@@ -218,10 +218,8 @@ class StepLoop:
             if is_first:
                 live.first_step_at = time.monotonic()
                 live.num_cached_tokens = sequence.cached
-            is_resumed = sequence.num_preemptions > 0
+            is_resumed = live.trace.placed(sequence.index, plan.step_id, sequence.cached if is_first else 0)
             live.awaits_token = live.awaits_token or is_resumed
-            num_cached = sequence.cached if is_first else 0
-            live.trace.placed(sequence.index, plan.step_id, num_cached, is_resumed=is_resumed)
         if plan.preempted_sequence_ids:
             self._note_preempted(frozenset(plan.preempted_sequence_ids))
 

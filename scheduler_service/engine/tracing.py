@@ -32,6 +32,7 @@ class RequestTrace:
         "_num_links",
         "_part",
         "_part_since_ns",
+        "_placed",
         "_running",
         "_span",
         "_tracer",
@@ -50,6 +51,7 @@ class RequestTrace:
         self._part = names.SPAN_QUEUE
         self._part_since_ns = self._arrival_ns
         self._running: set[int] = set()
+        self._placed: set[int] = set()
         self._attempt: _Attempt | None = None
         self._num_links = 0
         self.request_id = request_id
@@ -111,20 +113,21 @@ class RequestTrace:
 
     # What happens to it.
 
-    def placed(self, sequence_index: int, step_id: int, num_cached_tokens: int, *, is_resumed: bool) -> None:
-        """A sequence runs from the step that is being sent on: for the first time, or again."""
+    def placed(self, sequence_index: int, step_id: int, num_cached_tokens: int) -> bool:
+        """A sequence runs from the step that is being sent on: for the first time, or again, which it answers."""
         now = time.time_ns()
+        is_resumed = sequence_index in self._placed
+        self._placed.add(sequence_index)
         if self._part != names.SPAN_DECODE:
             self._enter(names.SPAN_PREFILL, now)
         self._running.add(sequence_index)
         self._join_epoch(step_id, now)
-        if not self._is_recording:
-            return
-        if is_resumed:
+        if is_resumed and self._is_recording:
             self._span.add_event(names.EVENT_RESUMED, {names.SEQUENCE_INDEX: sequence_index}, now)
-        if num_cached_tokens:
+        if num_cached_tokens and self._is_recording:
             told = {names.SEQUENCE_INDEX: sequence_index, names.NUM_TOKENS: num_cached_tokens}
             self._span.add_event(names.EVENT_PREFIX_CACHE_HIT, told, now)
+        return is_resumed
 
     def token_came(self, *, is_first: bool) -> None:
         """The first token of the request, or the first since it was resumed, is there."""

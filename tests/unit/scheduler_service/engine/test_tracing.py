@@ -65,7 +65,7 @@ class Rig:
 def test_a_plain_request_queues_computes_decodes_and_streams() -> None:
     rig = Rig()
     rig.step(1)
-    rig.trace.placed(0, 2, 16, is_resumed=False)
+    rig.trace.placed(0, 2, 16)
     rig.step(2)
     rig.trace.token_came(is_first=True)
     rig.step(3)
@@ -82,14 +82,14 @@ def test_a_plain_request_queues_computes_decodes_and_streams() -> None:
 
 def test_preempted_only_while_no_sequence_of_it_runs() -> None:
     rig = Rig()
-    rig.trace.placed(0, 1, 0, is_resumed=False)
-    rig.trace.placed(1, 1, 0, is_resumed=False)
+    rig.trace.placed(0, 1, 0)
+    rig.trace.placed(1, 1, 0)
     rig.trace.token_came(is_first=True)
     rig.trace.preempted(0)
     rig.trace.sequence_ended(1)
-    rig.trace.placed(0, 2, 0, is_resumed=True)
+    rig.trace.placed(0, 2, 0)
     rig.trace.preempted(0)
-    rig.trace.placed(0, 3, 0, is_resumed=True)
+    rig.trace.placed(0, 3, 0)
     rig.trace.token_came(is_first=False)
     rig.trace.delivered()
     rig.trace.end(None, {})
@@ -100,12 +100,12 @@ def test_preempted_only_while_no_sequence_of_it_runs() -> None:
 
 def test_a_lost_worker_leaves_an_attempt_of_each_rank_and_a_recovery() -> None:
     rig = Rig(num_ranks=2)
-    rig.trace.placed(0, 1, 0, is_resumed=False)
+    rig.trace.placed(0, 1, 0)
     rig.step(1)
     rig.trace.token_came(is_first=True)
     rig.tracing.end_epoch("rank 1 was killed")
     rig.tracing.begin_epoch(2, rig.ranks())
-    rig.trace.placed(0, 1, 0, is_resumed=True)
+    rig.trace.placed(0, 1, 0)
     rig.step(1)
     rig.trace.token_came(is_first=False)
     rig.trace.delivered()
@@ -126,7 +126,7 @@ def test_who_waits_in_the_queue_takes_no_part_in_a_recovery() -> None:
     rig = Rig()
     rig.tracing.end_epoch("gone")
     rig.tracing.begin_epoch(2, rig.ranks())
-    rig.trace.placed(0, 1, 0, is_resumed=False)
+    rig.trace.placed(0, 1, 0)
     rig.trace.end(None, {})
     assert rig.parts() == ["queue", "prefill"]
     assert rig.trace.num_epochs == 1
@@ -134,7 +134,7 @@ def test_who_waits_in_the_queue_takes_no_part_in_a_recovery() -> None:
 
 @pytest.mark.parametrize(
     "begin",
-    [lambda rig: None, lambda rig: rig.trace.placed(0, 1, 0, is_resumed=False), lambda rig: rig.trace.delivered()],
+    [lambda rig: None, lambda rig: rig.trace.placed(0, 1, 0), lambda rig: rig.trace.delivered()],
 )
 @pytest.mark.parametrize(("reason", "status"), [("CANCELLED", StatusCode.UNSET), ("QUEUE_FULL", StatusCode.ERROR)])
 def test_an_early_end_closes_the_part_it_is_in(begin: Callable[[Rig], None], reason: str, status: StatusCode) -> None:
@@ -152,7 +152,7 @@ def test_an_early_end_closes_the_part_it_is_in(begin: Callable[[Rig], None], rea
 
 def test_an_unsampled_request_knows_its_times_and_leaves_no_span() -> None:
     rig = Rig(ratio=0.0)
-    rig.trace.placed(0, 1, 3, is_resumed=False)
+    rig.trace.placed(0, 1, 3)
     rig.trace.token_came(is_first=True)
     rig.tracing.end_epoch("gone")
     rig.trace.end(None, {})
