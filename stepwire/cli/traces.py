@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -35,15 +35,18 @@ def traces(context: click.Context, listen: str, page: str) -> None:
         asyncio.run(_receive(address(listen, "--listen"), None if page == "none" else address(page, "--page")))
 
 
-@traces.command(short_help="Print one trace as a waterfall.")
-@click.argument("wanted", metavar="[TRACE_OR_REQUEST_ID]", default="")
-@click.option(
+_page_option = click.option(
     "--page",
     default=DEFAULT_PAGE,
     show_default=True,
     metavar="HOST:PORT",
     help="The page of the `stepwire traces` that has the trace.",
 )
+
+
+@traces.command(short_help="Print one trace as a waterfall.")
+@click.argument("wanted", metavar="[TRACE_OR_REQUEST_ID]", default="")
+@_page_option
 def show(wanted: str, page: str) -> None:
     """Print one trace as a waterfall: by id, by request id, or the latest one."""
     from rich.console import Console
@@ -52,6 +55,40 @@ def show(wanted: str, page: str) -> None:
     from stepwire.traces.waterfall import render_waterfall
 
     Console().print(render_waterfall(fetch_trace(address(page, "--page"), wanted)))
+
+
+@traces.command("list", short_help="List traces: the newest, the slowest, those that failed.")
+@click.argument("text", default="")
+@click.option("--slowest", is_flag=True, help="The longest first.")
+@click.option("--failed", is_flag=True, help="Only those with an error.")
+@click.option("--kind", type=click.Choice(["all", "requests", "steps", "starts"]), default="all", show_default=True)
+@click.option("--limit", type=click.IntRange(1, 500), default=20, show_default=True)
+@_page_option
+def list_(text: str, slowest: bool, failed: bool, kind: str, limit: int, page: str) -> None:
+    """List traces in which TEXT is found: a request id, a model, a span's name, any attribute."""
+    from stepwire.cli.tables import print_table
+    from stepwire.cli.trace_page import fetch_list
+    from stepwire.traces.waterfall import format_duration, printable
+
+    query = {"text": text, "order": "slowest" if slowest else "", "errors": int(failed), "kind": kind, "limit": limit}
+    rows = [["trace", "duration", "request", "outcome", "name"]]
+    for found in fetch_list(address(page, "--page"), **query):
+        lasted = format_duration(round(found["duration_ms"] * 1e6))
+        words = [found["trace_id"], lasted, found["request_id"] or "", found["outcome"], found["name"]]
+        rows.append([printable(str(word)) for word in words])
+    print_table(rows)
+
+
+@traces.command(short_help="Write one trace to a file, for other tools.")
+@click.argument("wanted", metavar="[TRACE_OR_REQUEST_ID]", default="")
+@click.option("--form", type=click.Choice(["json", "otlp-json", "otlp"]), default="otlp-json", show_default=True)
+@click.option("-o", "--output", type=click.File("wb"), default="-", help="The file; standard output by default.")
+@_page_option
+def export(wanted: str, form: str, output: BinaryIO, page: str) -> None:
+    """Write one trace as OTLP, in JSON or binary, or as this viewer's own JSON: by id, by request id, or the latest."""
+    from stepwire.cli.trace_page import fetch_export
+
+    output.write(fetch_export(address(page, "--page"), wanted, form))
 
 
 async def _receive(listen: tuple[str, int], page: tuple[str, int] | None) -> None:

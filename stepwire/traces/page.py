@@ -11,7 +11,6 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -21,14 +20,13 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from stepwire.rpc.server import bind_error
-from stepwire.telemetry import names
-from stepwire.traces.store import Span, Trace, TraceStore
+from stepwire.traces.api import detail, list_traces
+from stepwire.traces.otlp import otlp_json, otlp_request
+from stepwire.traces.store import Trace, TraceStore
 
 DEFAULT_PORT = 16686
 
-_MAX_LIMIT = 500
-_MAX_SPANS_SHOWN = 5_000
-_TRACE_PATH = re.compile(r"/api/traces/([0-9a-fA-F]{32})")
+_TRACE_PATH = re.compile(r"/api/traces/([0-9a-fA-F]{32})(|/otlp|/otlp\.json)")
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -59,66 +57,6 @@ def serve_page(store: TraceStore, host: str = "127.0.0.1", port: int = DEFAULT_P
     return Page(f"http://{shown}:{bound}/", bound, server)
 
 
-def summary(trace: Trace) -> dict[str, Any]:
-    """What the list shows of a trace, as JSON. Times in milliseconds: a browser's numbers have 53 bits."""
-    return {
-        "trace_id": trace.trace_id,
-        "name": trace.root.name,
-        "services": trace.services,
-        "start_ms": trace.start_ns / 1e6,
-        "duration_ms": trace.duration_ns / 1e6,
-        "num_spans": len(trace.spans),
-        "num_errors": trace.num_errors,
-        "num_dropped": trace.num_dropped,
-        "request_id": trace.attribute(names.REQUEST_ID),
-    }
-
-
-def detail(trace: Trace) -> dict[str, Any]:
-    """A whole trace, as JSON; offsets in milliseconds from its start."""
-    rows = trace.tree[:_MAX_SPANS_SHOWN]
-    return {
-        **summary(trace),
-        "num_hidden": len(trace.tree) - len(rows),
-        "spans": [_span(span, depth, trace.start_ns) for depth, span in rows],
-    }
-
-
-def _span(span: Span, depth: int, start_ns: int) -> dict[str, Any]:
-    return {
-        "span_id": span.span_id,
-        "depth": depth,
-        "name": span.name,
-        "kind": span.kind,
-        "service": span.service,
-        "offset_ms": (span.start_ns - start_ns) / 1e6,
-        "duration_ms": span.duration_ns / 1e6,
-        "is_error": span.is_error,
-        "status_message": span.status_message,
-        "attributes": _as_text(span.attributes),
-        "events": [
-            {"name": e.name, "offset_ms": (e.time_ns - start_ns) / 1e6, "attributes": _as_text(e.attributes)}
-            for e in span.events
-        ],
-        "links": [trace_id for trace_id, _ in span.links],
-    }
-
-
-def _as_text(attributes: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(value) for key, value in sorted(attributes.items())}
-
-
-def _matches(trace: Trace, text: str, *, only_errors: bool) -> bool:
-    if only_errors and not trace.num_errors:
-        return False
-    if not text or text in trace.trace_id:
-        return True
-    return any(
-        text in span.name.lower() or any(text in str(value).lower() for value in span.attributes.values())
-        for span in trace.spans
-    )
-
-
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
@@ -147,26 +85,21 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/":
             self._send(HTTPStatus.OK, "text/html; charset=utf-8", self._html)
         elif url.path == "/api/traces":
-            self._send_json(self._list(parse_qs(url.query)))
+            self._send_json(list_traces(self._store, parse_qs(url.query)))
         elif match := _TRACE_PATH.fullmatch(url.path):
-            trace = self._store.get(match[1])
-            self._send_json(detail(trace) if trace else None)
+            self._send_trace(self._store.get(match[1]), match[2])
         else:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", b"not found")
 
-    def _list(self, query: Mapping[str, list[str]]) -> dict[str, Any]:
-        text = query.get("text", [""])[0].strip().lower()
-        only_errors = query.get("errors", ["0"])[0] == "1"
-        limit, offset = _number(query, "limit", 100), _number(query, "offset", 0)
-        limit = min(limit, _MAX_LIMIT)
-        found = self._store.recent(
-            limit=limit + 1, offset=offset, matches=lambda trace: _matches(trace, text, only_errors=only_errors)
-        )
-        return {
-            "traces": [summary(trace) for trace in found[:limit]],
-            "has_more": len(found) > limit,
-            "num_traces": self._store.num_traces,
-        }
+    def _send_trace(self, trace: Trace | None, form: str) -> None:
+        if trace is None:
+            self._send_json(None)
+        elif form == "/otlp":
+            self._send(HTTPStatus.OK, "application/x-protobuf", otlp_request(trace).SerializeToString())
+        elif form == "/otlp.json":
+            self._send_json(otlp_json(trace))
+        else:
+            self._send_json(detail(trace, self._store))
 
     def _is_host_ours(self) -> bool:
         named = urlsplit(f"//{self.headers.get('Host', '')}").hostname
@@ -204,8 +137,3 @@ def _hash(html: bytes, tag: bytes) -> str:
     match = re.search(rb"<%s>(.*?)</%s>" % (tag, tag), html, re.DOTALL)
     content = match[1] if match else b""
     return f"sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}"
-
-
-def _number(query: Mapping[str, list[str]], name: str, default: int) -> int:
-    value = query.get(name, [""])[0]
-    return int(value) if value.isdecimal() and len(value) < 10 else default

@@ -63,10 +63,10 @@ def spans_of(request: trace_service_pb2.ExportTraceServiceRequest) -> Iterator[S
         for scope_spans in resource_spans.scope_spans:
             for span in scope_spans.spans:
                 if len(span.trace_id) == 16 and len(span.span_id) == 8:
-                    yield _span(span, service)
+                    yield _span(span, service, resource)
 
 
-def _span(span: trace_pb2.Span, service: str) -> Span:
+def _span(span: trace_pb2.Span, service: str, resource: dict[str, AttributeValue]) -> Span:
     kind = trace_pb2.Span.SpanKind.Name(span.kind) if span.kind in trace_pb2.Span.SpanKind.values() else "UNKNOWN"
     return Span(
         trace_id=span.trace_id.hex(),
@@ -85,6 +85,7 @@ def _span(span: trace_pb2.Span, service: str) -> Span:
         links=tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links[:_MAX_ITEMS]),
         is_error=span.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
         status_message=_cut(span.status.message),
+        resource=resource,
     )
 
 

@@ -43,6 +43,8 @@ class Span:
     links: tuple[tuple[str, str], ...] = ()
     is_error: bool = False
     status_message: str = ""
+    resource: Mapping[str, AttributeValue] = field(default_factory=dict)
+    """Of its process; one mapping for all spans that came together."""
 
     @property
     def duration_ns(self) -> int:
@@ -88,6 +90,22 @@ class Trace:
         """Spans whose status is an error."""
         return sum(span.is_error for span in self.spans)
 
+    @cached_property
+    def searchable(self) -> str:
+        """All that a search looks through, in lower case."""
+        words = [self.trace_id]
+        for span in self.spans:
+            words.append(span.name)
+            words += map(str, span.attributes.values())
+        return "\n".join(words).lower()
+
+    @cached_property
+    def linked_ids(self) -> tuple[str, ...]:
+        """Ids of the other traces that its spans link to, each once."""
+        ids = dict.fromkeys(trace_id for span in self.spans for trace_id, _ in span.links)
+        ids.pop(self.trace_id, None)
+        return tuple(ids)
+
     def attribute(self, name: str) -> AttributeValue | None:
         """The value of an attribute in the first span that has it."""
         return next((span.attributes[name] for span in self.spans if name in span.attributes), None)
@@ -130,7 +148,7 @@ class TraceStore:
     `max_spans` bounds the spans of all traces together; a single trace may have a quarter of them.
     """
 
-    def __init__(self, *, max_traces: int = 5_000, max_spans: int = 200_000) -> None:
+    def __init__(self, *, max_traces: int = 10_000, max_spans: int = 250_000) -> None:
         self._max_traces = max_traces
         self._max_spans = max_spans
         self._max_spans_of_trace = max(1, max_spans // 4)
@@ -189,6 +207,14 @@ class TraceStore:
                 if len(found) >= offset + limit:
                     break
         return found[offset:]
+
+    def slowest(
+        self, *, limit: int = 100, offset: int = 0, matches: Callable[[Trace], bool] | None = None
+    ) -> Sequence[Trace]:
+        """As `recent`, but the longest first."""
+        found = list(self.recent(limit=self._max_traces, matches=matches))
+        found.sort(key=lambda trace: trace.duration_ns, reverse=True)
+        return found[offset : offset + limit]
 
     def by_attribute(self, name: str, value: AttributeValue) -> Trace | None:
         """The latest trace with a span whose attribute `name` is `value`."""

@@ -1,16 +1,21 @@
 import asyncio
+import json
 import socket
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from stepwire.cli.errors import CommandError
 from stepwire.cli.target import address
 from stepwire.cli.trace_feed import finished_traces
-from stepwire.cli.trace_page import fetch_trace
+from stepwire.cli.trace_page import fetch_trace, trace_from_json
 from stepwire.traces.page import serve_page
+from stepwire.traces.receiver import spans_of
 from stepwire.traces.store import Span, SpanEvent, TraceStore
 
 START = 1_700_000_000_000_000_000
@@ -94,6 +99,45 @@ def test_show_prints_a_waterfall(run_command: Callable[..., Any]) -> None:
     finally:
         page.close()
     assert (done.exit_code, "Generate" in done.stdout, "decode" in done.stdout) == (0, True, True)
+
+
+def test_list_finds_the_slowest_and_the_failed(run_command: Callable[..., Any]) -> None:
+    store = TraceStore()
+    store.add(
+        [
+            replace(span("1", name="quick"), is_error=True),
+            replace(span("2", trace="b", name="slow"), end_ns=START + 9**12),
+        ]
+    )
+    page = serve_page(store, port=0)
+    target = ("--page", f"127.0.0.1:{page.port}")
+    try:
+        slowest = run_command("traces", "list", "--slowest", *target)
+        failed = run_command("traces", "list", "request-a", "--failed", *target)
+    finally:
+        page.close()
+    assert [line.split()[-1] for line in slowest.stdout.splitlines()] == ["name", "slow", "quick"]
+    assert [line.split()[0] for line in failed.stdout.splitlines()] == ["trace", "a" * 32]
+
+
+@pytest.mark.parametrize("form", ["json", "otlp-json", "otlp"])
+def test_export_writes_a_trace(run_command: Callable[..., Any], tmp_path: Path, form: str) -> None:
+    store, path = TraceStore(), tmp_path / "trace"
+    store.add([span("1"), span("2", "1")])
+    page = serve_page(store, port=0)
+    try:
+        done = run_command(
+            "traces", "export", "request-a", "--form", form, "-o", str(path), "--page", f"127.0.0.1:{page.port}"
+        )
+    finally:
+        page.close()
+    assert done.exit_code == 0
+    if form == "json":
+        assert trace_from_json(json.loads(path.read_bytes())) == store.get("a" * 32)
+    elif form == "otlp-json":
+        assert json.loads(path.read_bytes())["resourceSpans"]
+    else:
+        assert len(list(spans_of(ExportTraceServiceRequest.FromString(path.read_bytes())))) == 2
 
 
 def test_show_says_what_to_do_when_nobody_answers(run_command: Callable[..., Any]) -> None:
