@@ -75,7 +75,8 @@ async def serve(settings: WorkerSettings, *, make_runtime: MakeRuntime | None = 
     once. When the server listens, one record "listening" with its address is logged.
     `make_runtime` runs on the device thread, where it may import what it needs.
     """
-    configure_logging(format=settings.log_format, level=settings.log_level, service=names.SERVICE_WORKER)
+    place: dict[str, object] = {}
+    configure_logging(format=settings.log_format, level=settings.log_level, service=names.SERVICE_WORKER, fields=place)
     try:
         telemetry = Telemetry.start(
             names.SERVICE_WORKER, otlp_endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio
@@ -84,7 +85,13 @@ async def serve(settings: WorkerSettings, *, make_runtime: MakeRuntime | None = 
         return _cannot_start(str(error))
     # The device thread comes back from a product and needs the interpreter at once; the event loop can wait.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    worker = Worker(settings, telemetry.tracer_provider, make_runtime or _make_runtime, on_ready=settle_memory)
+    worker = Worker(
+        settings,
+        telemetry.tracer_provider,
+        make_runtime or _make_runtime,
+        on_ready=settle_memory,
+        log_fields=place,
+    )
     worker.metrics.watch_spans(telemetry.exporter)
     try:
         _watch_signals(worker)
@@ -122,8 +129,10 @@ class Worker:
         *,
         fingerprint_of: Callable[[Path], str] | None = None,
         on_ready: Callable[[], None] | None = None,
+        log_fields: dict[str, object] | None = None,
     ) -> None:
-        """`on_ready` is called whenever the worker gets ready for steps."""
+        """`on_ready` is called whenever the worker gets ready for steps; `log_fields` is told its rank and epoch."""
+        self._log_fields = {} if log_fields is None else log_fields
         self._on_ready = on_ready
         self._settings = settings
         self._stop: asyncio.Future[ExitCode] = asyncio.get_running_loop().create_future()
@@ -196,6 +205,7 @@ class Worker:
     async def _on_phase(self, phase: Phase) -> None:
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+        self._log_fields.update(rank=self._lifecycle.rank, epoch=self._lifecycle.state.epoch)
         await self._health.set(SERVICE_NAME, serving if phase is Phase.READY else not_serving)
         if phase is Phase.READY and self._on_ready is not None:
             self._on_ready()

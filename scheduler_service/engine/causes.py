@@ -126,7 +126,9 @@ class Causes:
         first = root_of(self._failures)
         others = [failure for failure in self._failures if failure is not first]
         end = EpochEnd(self._epoch, first, _error_of(first))
-        _log.error(
+        # A rank's own error is in its own log, as an error; here it is what followed.
+        say = _log.warning if first.kind is Kind.OWN_ERROR and not end.is_final else _log.error
+        say(
             "epoch_ended",
             epoch=self._epoch,
             reason=end.error.reason,

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TextIO
 
 import structlog
@@ -17,13 +17,19 @@ _NOISY = ("opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace.export"
 
 
 def configure_logging(
-    *, format: LogFormat = "auto", level: str = "info", service: str, stream: TextIO | None = None
+    *,
+    format: LogFormat = "auto",
+    level: str = "info",
+    service: str,
+    stream: TextIO | None = None,
+    fields: Mapping[str, object] | None = None,
 ) -> None:
     """Sends all log records of this process to `stream` (standard error by default).
 
     "json" writes one object a line; "pretty" is for people; "auto" is pretty on a terminal only.
     Every record has time, level, service, logger, and trace_id, span_id and request_id where they
-    are known: bind the latter by `structlog.contextvars`. Pretty ones have the time of day in UTC, and
+    are known: bind the latter by `structlog.contextvars`. `fields` are added to each, as they are at that
+    time: a worker's rank and epoch. Pretty ones have the time of day in UTC, and
     neither service nor span_id. Replaces an earlier configuration.
     Raises ValueError for a level that does not exist.
     """
@@ -40,7 +46,7 @@ def configure_logging(
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
         _add_trace_ids,
-        _AddService(service),
+        _AddFields(service, {} if fields is None else fields),
     ]
     structlog.configure(
         processors=[
@@ -99,12 +105,15 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
-class _AddService:
-    def __init__(self, service: str) -> None:
+class _AddFields:
+    def __init__(self, service: str, fields: Mapping[str, object]) -> None:
         self._service = service
+        self._fields = fields
 
     def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
         event.setdefault("service", self._service)
+        for name, value in self._fields.items():
+            event.setdefault(name, value)
         return event
 
 

@@ -101,3 +101,14 @@ def test_records_go_to_what_is_standard_error_now(monkeypatch: pytest.MonkeyPatc
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="loud"):
         configure_logging(format="json", level="loud", service="s")
+
+
+def test_fields_are_added_as_they_are_at_the_time() -> None:
+    stream, place = io.StringIO(), {"rank": 0}
+    configure_logging(format="json", service="worker", stream=stream, fields=place)
+    structlog.stdlib.get_logger("t").info("one")
+    place.update(rank=3, epoch=2)
+    structlog.stdlib.get_logger("t").info("two", epoch=9)
+    one, two = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert (one["rank"], "epoch" in one) == (0, False)
+    assert (two["rank"], two["epoch"]) == (3, 9)
