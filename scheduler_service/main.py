@@ -21,6 +21,7 @@ from loader.inspection import Problem
 from loader.tokenizer import load_tokenizer
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.engine import Engine, ServedModel
+from scheduler_service.engine.flight import FlightRecorder
 from scheduler_service.engine.preflight import PHASE, check_before_start, check_failed, wish_of
 from scheduler_service.engine.recovery import LifePlan
 from scheduler_service.engine.start import GroupStarter, StartedGroup, StartPlan, startup_phase, startup_trace
@@ -29,6 +30,8 @@ from scheduler_service.engine.supervision import Supervision, Unsupervised
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tokens import Tokens
 from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServicer
+from scheduler_service.rpc.flight_file import FlightFacts
+from scheduler_service.rpc.flight_log import FlightLog
 from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
 from scheduler_service.rpc.worker_client import WorkerClient
 from scheduler_service.settings import SchedulerSettings
@@ -88,6 +91,7 @@ class _Service:
         self._tracer: Tracer = get_tracer(telemetry.tracer_provider)
         self._metrics = Metrics()
         self._metrics.watch_spans(telemetry.exporter)
+        self._flight_log: FlightLog | None = None
         self._engine = Engine(
             _served_name(settings),
             self._tracer,
@@ -101,7 +105,8 @@ class _Service:
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._engine), self._server)
         if admin_keys:
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._engine), self._server)
+            servicer = AdminServicer(self._engine, lambda: self._flight_log)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, self._server)
         self._health = _Health(self._engine, add_standard_services(self._server, [SERVICE_NAME, *admin_keys]))
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -189,7 +194,11 @@ class _Service:
                 ageing_s=settings.ageing_seconds,
                 tenant_weights=settings.tenant_rules.weights,
             )
-            life = LifePlan(starter, settings.step_timeout, settings.restart_budget)
+            flight = FlightRecorder(settings.flight_steps)
+            self._flight_log = FlightLog(flight, settings.flight_dir, FlightFacts.of(plan, started))
+            life = LifePlan(
+                starter, settings.step_timeout, settings.restart_budget, flight=flight, observers=[self._flight_log]
+            )
             await self._engine.begin(model, started, config, life)
         await self._health.update()
         if model.template is not None:

@@ -108,6 +108,15 @@ class SchedulerSettings(BaseModel):
         description="How many times in a row workers may be lost, or not come back, without a step in between; once "
         "more ends the service.",
     )
+    flight_steps: int = Field(
+        default=256, ge=0, le=10_000, description="Steps that the flight recorder keeps in memory; 0 keeps none."
+    )
+    flight_dir: str = Field(
+        default="~/.cache/stepwire/flight",
+        min_length=1,
+        max_length=4096,
+        description="Folder for flight recordings, written when workers fail; the last eight are kept.",
+    )
     cluster_key: str | None = Field(
         default=None,
         min_length=16,

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.engine.causes import Causes, EpochEnd, Kind, RankFailure
-from scheduler_service.engine.ports import StepStream, StepTimings, WorkerStatus
+from scheduler_service.engine.flight import FlightRecorder
+from scheduler_service.engine.ports import StepStream, StepTimings, WorkerPort, WorkerStatus
 from scheduler_service.engine.ranks import Rank, rank_failed
 from scheduler_service.engine.supervision import Supervision
 from stepwire.rpc.errors import StepwireError
@@ -55,7 +56,7 @@ class WorkerGroup:
     """A group that is ready to execute steps, in one epoch.
 
     `on_result` is called with each step's result, in order; `on_end` once, with the cause, when a rank
-    is lost. Both on the event loop.
+    is lost. Both on the event loop. `flight`, which whoever made the group may set, keeps steps.
     """
 
     def __init__(
@@ -83,6 +84,12 @@ class WorkerGroup:
         self._seen_at = [time.monotonic()] * len(self._ranks)
         self.opened_at = time.monotonic()
         self.num_results = 0
+        self.flight = FlightRecorder(0)
+
+    @property
+    def ports(self) -> list[WorkerPort]:
+        """Its workers, by rank."""
+        return [rank.port for rank in self._ranks]
 
     async def open(self) -> None:
         """Opens the step streams and begins to watch. Raises StepwireError."""
@@ -106,6 +113,7 @@ class WorkerGroup:
             return
         self._sent_at.append(time.monotonic())
         self._observer.step_sent(plan)
+        self.flight.sent(plan)
         for rank, stream in zip(self._ranks, self._streams, strict=True):
             try:
                 await stream.send(plan)
@@ -149,6 +157,7 @@ class WorkerGroup:
                 self._last_result_at = now
                 self._observer.step_answered(rank.rank, timings, duration_s)
                 self.num_results += 1
+                self.flight.answered(result, timings)
                 self._on_result(result)
         except StepwireError as error:
             self._lose(rank, error)

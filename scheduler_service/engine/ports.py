@@ -130,6 +130,26 @@ class StepTimings:
         return self.prepare_ns + self.forward_ns + self.sample_ns
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """What one operator took itself in one part of all profiled steps; see ProfileRow in worker.proto."""
+
+    part: str
+    operator: str
+    num_calls: int
+    cpu_ns: int
+    device_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankProfile:
+    """A rank's profile; `trace` is gzip-compressed JSON in Chrome's trace format."""
+
+    num_steps: int
+    rows: tuple[ProfileRow, ...]
+    trace: bytes
+
+
 class StepStream(Protocol):
     """The stream of steps to one worker. Every method raises StepwireError when the stream is broken."""
 
@@ -172,6 +192,12 @@ class WorkerPort(Protocol):
 
     async def reset(self, epoch: int, scheduler_id: str, phase: Phase) -> Phase:
         """Takes it back to an earlier phase and into a new epoch."""
+
+    async def start_profile(self, epoch: int, max_steps: int) -> None:
+        """Profiles the steps to come, at most so many."""
+
+    async def stop_profile(self, epoch: int) -> RankProfile:
+        """Ends the profile and answers it."""
 
     async def open_stream(self, epoch: int) -> StepStream:
         """Opens the step stream of an epoch in which no step was sent."""

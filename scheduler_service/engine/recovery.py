@@ -9,7 +9,7 @@ import contextvars
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
@@ -17,6 +17,7 @@ from opentelemetry.trace import Status, StatusCode, Tracer
 
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.engine.causes import EpochEnd, Kind
+from scheduler_service.engine.flight import FlightRecorder
 from scheduler_service.engine.group import StepObserver, WorkerGroup
 from scheduler_service.engine.ranks import Rank
 from scheduler_service.engine.start import GroupStarter, StartedGroup
@@ -52,11 +53,13 @@ class EpochObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LifePlan:
-    """How a worker group is kept going: who starts its epochs, how many may end in vain, and who else is told."""
+    """How a worker group is kept going: who starts its epochs, how many may end in vain, who keeps the last
+    steps, and who else is told."""
 
     starter: GroupStarter
     step_timeout_s: float
     restart_budget: int
+    flight: FlightRecorder = field(default_factory=lambda: FlightRecorder(0))
     observers: Sequence[EpochObserver] = ()
 
 
@@ -95,6 +98,7 @@ class GroupLife:
         self._budget = RestartBudget(plan.restart_budget)
         self._tracer = tracer
         self._step_timeout_s = plan.step_timeout_s
+        self._flight = plan.flight
         self._observer = observer
         self._on_result = on_result
         self._on_give_up = on_give_up
@@ -124,6 +128,7 @@ class GroupLife:
             await self.group.close()
 
     async def _open(self, started: StartedGroup, *, follows_fault: bool) -> None:
+        self._flight.begin_epoch()
         group = WorkerGroup(
             started.ranks,
             started.epoch,
@@ -133,6 +138,7 @@ class GroupLife:
             on_result=self._on_result,
             on_end=self._epoch_ended,
         )
+        group.flight = self._flight
         try:
             await group.open()
         except BaseException:

@@ -22,6 +22,8 @@ from scheduler_service.engine.ports import (
     MemoryReport,
     Phase,
     Place,
+    ProfileRow,
+    RankProfile,
     StepTimings,
     WorkerStatus,
 )
@@ -37,6 +39,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 _UNARY_TIMEOUT_S = 300.0
 _RESET_TIMEOUT_S = 60.0
 _LOAD_TIMEOUT_S = 24 * 3600.0
+_PROFILE_TIMEOUT_S = 120.0
 _OPEN_TIMEOUT_S = 30.0
 # A worker that is started anew is waited for by everybody.
 _MAX_BACKOFF_MS = 150
@@ -130,6 +133,26 @@ class WorkerClient:
         response = await self._unary("Reset", self._stub.Reset, request, _RESET_TIMEOUT_S)
         return _phase(response.phase)
 
+    async def start_profile(self, epoch: int, max_steps: int) -> None:
+        """Profiles the steps to come, at most so many."""
+        request = pb.StartProfileRequest(epoch=epoch, max_step_count=max_steps)
+        await self._unary("StartProfile", self._stub.StartProfile, request, _PROFILE_TIMEOUT_S)
+
+    async def stop_profile(self, epoch: int) -> RankProfile:
+        """Ends the profile and answers it."""
+        request, trace, summary = pb.StopProfileRequest(epoch=epoch), bytearray(), pb.ProfileSummary()
+        async for part in self._streamed("StopProfile", self._stub.StopProfile, request, _PROFILE_TIMEOUT_S):
+            trace += part.trace
+            if len(trace) > MAX_MESSAGE_BYTES:
+                text = f"the worker's profile is larger than {MAX_MESSAGE_BYTES} bytes: profile fewer steps"
+                raise StepwireError("WORKER_FAILED", text)
+            if part.HasField("summary"):
+                summary = part.summary
+        rows = tuple(
+            ProfileRow(row.part, row.operator, row.call_count, row.cpu_ns, row.device_ns) for row in summary.rows
+        )
+        return RankProfile(summary.step_count, rows, bytes(trace))
+
     async def open_stream(self, epoch: int) -> "GrpcStepStream":
         """Opens the step stream of an epoch in which no step was sent."""
         call = self._stub.ExecuteModel(timeout=None)
@@ -206,12 +229,20 @@ class GrpcStepStream:
 
     async def send(self, plan: StepPlan) -> None:
         """Sends a step."""
-        await self._write(pb.ExecuteModelRequest(step=step_message(plan, self._epoch)))
+        await self.send_message(step_message(plan, self._epoch))
 
     async def receive(self) -> tuple[StepResult, StepTimings]:
         """The next result."""
-        response = await self._read()
-        return step_result(response.result), _timings(response.result.timings)
+        result = await self.receive_message()
+        return step_result(result), _timings(result.timings)
+
+    async def send_message(self, step: pb.Step) -> None:
+        """Sends a step as it stands."""
+        await self._write(pb.ExecuteModelRequest(step=step))
+
+    async def receive_message(self) -> pb.StepResult:
+        """The next result, as it came."""
+        return (await self._read()).result
 
     def cancel(self) -> None:
         """Ends the stream; calls in progress raise StepwireError."""
@@ -284,14 +315,14 @@ def step_message(plan: StepPlan, epoch: int) -> pb.Step:
     step.new_block_ids.extend(plan.new_block_ids)
     step.finished_sequence_ids.extend(plan.finished_sequence_ids)
     step.preempted_sequence_ids.extend(plan.preempted_sequence_ids)
-    step.new_sequences.extend([_new_sequence(new) for new in plan.new_sequences])
+    step.new_sequences.extend([new_sequence_message(new) for new in plan.new_sequences])
     step.applied_step_id = plan.applied_step_id
     if plan.draft_counts:
         step.draft_token_counts.extend([plan.draft_counts.get(sequence_id, 0) for sequence_id in plan.sequence_ids])
     return step
 
 
-def _new_sequence(new: NewSequence) -> pb.NewSequence:
+def new_sequence_message(new: NewSequence) -> pb.NewSequence:
     sequence, request = new.sequence, new.sequence.request
     sampling = request.sampling
     if not isinstance(sampling, Sampling):

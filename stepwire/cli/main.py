@@ -29,7 +29,13 @@ _COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "simulate": ("simulate", "simulate", "Run the scheduler in virtual time: this model, hardware and traffic."),
     "bench": ("bench", "bench", "Load a running server and report throughput and times."),
     "top": ("top", "top", "Watch a server: queue, batch, blocks, tokens a second, workers."),
+    "profile": (
+        "profile",
+        "profile_command",
+        "Profile a server's next steps: a timeline, and time by layer and operator.",
+    ),
     "admin": ("admin.group", "admin", "Operate a server that has an admin key."),
+    "replay": ("replay", "replay", "Run recorded steps on a worker again, and compare."),
     "traces": ("traces", "traces", "Receive traces and show them."),
 }
 _EPILOG = "Exit status: 0 done; 1 failed; 2 wrong usage or settings; 130 interrupted."

@@ -1,14 +1,44 @@
 """Between the values of the admin client and wire messages."""
 
+from collections.abc import Iterable
+
+from google.protobuf import duration_pb2
+
 from stepwire.client._convert import UnaryCall
 from stepwire.client._convert import model as model_of
-from stepwire.client.admin_types import ServerState, WorkerState
-from stepwire.v1 import admin_pb2
+from stepwire.client.admin_types import Profile, ProfileRow, RankProfile, ServerState, WorkerState
+from stepwire.v1 import admin_pb2, worker_pb2
 
 
 def get_state() -> UnaryCall[ServerState]:
     """Asks how the server stands."""
     return UnaryCall("GetState", admin_pb2.GetStateRequest(), _state)
+
+
+def profile(num_steps: int, wait_s: float) -> UnaryCall[Profile]:
+    """Profiles the next steps, and waits so long for them; the answer comes in parts."""
+    wait = duration_pb2.Duration()
+    wait.FromNanoseconds(int(wait_s * 1e9))
+    return UnaryCall("Profile", admin_pb2.ProfileRequest(step_count=num_steps, timeout=wait), _profile)
+
+
+def get_flight() -> UnaryCall[bytes]:
+    """Asks for the flight recording; the answer comes in parts."""
+    return UnaryCall("GetFlight", admin_pb2.GetFlightRequest(), lambda parts: b"".join(p.recording for p in parts))
+
+
+def _profile(parts: Iterable[admin_pb2.ProfileResponse]) -> Profile:
+    timeline, summary = bytearray(), admin_pb2.GroupProfile()
+    for part in parts:
+        timeline += part.timeline
+        if part.HasField("summary"):
+            summary = part.summary
+    ranks = tuple(RankProfile(rank.step_count, tuple(map(_row, rank.rows))) for rank in summary.ranks)
+    return Profile(ranks, bytes(timeline))
+
+
+def _row(row: worker_pb2.ProfileRow) -> ProfileRow:
+    return ProfileRow(row.part, row.operator, row.call_count, row.cpu_ns / 1e9, row.device_ns / 1e9)
 
 
 def _state(message: admin_pb2.GetStateResponse) -> ServerState:

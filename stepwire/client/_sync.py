@@ -30,9 +30,11 @@ _T = TypeVar("_T")
 
 
 def call_unary(method: Any, span: ClientCall, call: UnaryCall[_T], timeout: float | None) -> _T:
-    """Makes a call with one answer, and answers what it means. Raises StepwireError."""
+    """Makes a call, and answers what its answer means, or the parts of it. Raises StepwireError."""
     try:
         answer = method(call.request, timeout=timeout, metadata=span.metadata)
+        if isinstance(answer, Iterator):
+            answer = list(answer)
     except grpc.RpcError as error:
         raise span.failed(error) from error
     except BaseException:

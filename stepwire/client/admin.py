@@ -9,7 +9,7 @@ from stepwire.client import _admin_convert, _calls
 from stepwire.client._calls import DEFAULT_TIMEOUT_S, CallFactory
 from stepwire.client._convert import UnaryCall
 from stepwire.client._sync import call_unary
-from stepwire.client.admin_types import ServerState
+from stepwire.client.admin_types import Profile, ServerState
 from stepwire.rpc.channel import create_sync_channel
 from stepwire.v1.admin_pb2_grpc import AdminServiceStub
 
@@ -36,6 +36,14 @@ class AdminClient:
     def get_state(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> ServerState:
         """How the scheduler, its queue and its workers stand."""
         return self._call(_admin_convert.get_state(), timeout)
+
+    def profile(self, num_steps: int = 20, *, wait_s: float = 60.0, timeout: float | None = None) -> Profile:
+        """Profiles the next steps of all ranks, and waits so many seconds for requests that make them run."""
+        return self._call(_admin_convert.profile(num_steps, wait_s), timeout)
+
+    def get_flight(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> bytes:
+        """The flight recording: what `stepwire replay` reads."""
+        return self._call(_admin_convert.get_flight(), timeout)
 
     def close(self) -> None:
         """Cancels what is running and closes the connection."""

@@ -25,3 +25,30 @@ class ServerState:
     workers: tuple[WorkerState, ...]
     num_calls: int
     uptime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """What one operator took itself in one part of all profiled steps; times in seconds."""
+
+    part: str
+    operator: str
+    num_calls: int
+    cpu_s: float
+    device_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankProfile:
+    """What one rank's `num_steps` steps went to, the longest first."""
+
+    num_steps: int
+    rows: tuple[ProfileRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A profile of every rank, and a timeline of all services: gzip-compressed JSON in Chrome's trace format."""
+
+    ranks: tuple[RankProfile, ...]
+    timeline: bytes

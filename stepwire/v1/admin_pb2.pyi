@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from stepwire.v1 import inference_pb2 as _inference_pb2
+from stepwire.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -80,6 +81,125 @@ class GetStateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
+
+@_typing.final
+class ProfileRequest(_message.Message):
+    """Profiles the next steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_COUNT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    step_count: _builtins.int
+    """Steps to profile, 1 to 200."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Time to wait for them; 60 s by default, at most 10 minutes."""
+
+    def __init__(
+        self,
+        *,
+        step_count: _builtins.int = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step_count", b"step_count", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileResponse(_message.Message):
+    """A profile, in parts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIMELINE_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    timeline: _builtins.bytes
+    """The next bytes of the timeline: gzip-compressed JSON in Chrome's trace format."""
+    @_builtins.property
+    def summary(self) -> Global___GroupProfile:
+        """Set in the last message."""
+
+    def __init__(
+        self,
+        *,
+        timeline: _builtins.bytes = ...,
+        summary: Global___GroupProfile | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary", "timeline", b"timeline"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
+
+@_typing.final
+class GroupProfile(_message.Message):
+    """Where the time of a profile's steps went."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.ProfileSummary]:
+        """One entry a rank, by rank."""
+
+    def __init__(
+        self,
+        *,
+        ranks: _abc.Iterable[_worker_pb2.ProfileSummary] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupProfile: _TypeAlias = GroupProfile  # noqa: Y015
+
+@_typing.final
+class GetFlightRequest(_message.Message):
+    """Asks for the flight recording."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetFlightRequest: _TypeAlias = GetFlightRequest  # noqa: Y015
+
+@_typing.final
+class GetFlightResponse(_message.Message):
+    """A flight recording, in parts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDING_FIELD_NUMBER: _builtins.int
+    recording: _builtins.bytes
+    """The next bytes."""
+    def __init__(
+        self,
+        *,
+        recording: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["recording", b"recording"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetFlightResponse: _TypeAlias = GetFlightResponse  # noqa: Y015
 
 @_typing.final
 class WorkerState(_message.Message):

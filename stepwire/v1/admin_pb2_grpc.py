@@ -42,6 +42,16 @@ class AdminServiceStub:
                 request_serializer=stepwire_dot_v1_dot_admin__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=stepwire_dot_v1_dot_admin__pb2.GetStateResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/stepwire.v1.AdminService/Profile',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+                _registered_method=True)
+        self.GetFlight = channel.unary_stream(
+                '/stepwire.v1.AdminService/GetFlight',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.GetFlightRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.GetFlightResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -58,6 +68,23 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Profiles the next steps on every rank and answers one timeline of all services, in
+        parts; the last message has the times of operators. Waits for the steps to be run;
+        steps are slower meanwhile, and none runs in the seconds in which it is put together.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetFlight(self, request, context):
+        """Answers the flight recording, the last steps of the worker group, in parts: bytes of
+        a FlightRecording. It holds the token ids of requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -65,6 +92,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetState,
                     request_deserializer=stepwire_dot_v1_dot_admin__pb2.GetStateRequest.FromString,
                     response_serializer=stepwire_dot_v1_dot_admin__pb2.GetStateResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.ProfileResponse.SerializeToString,
+            ),
+            'GetFlight': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetFlight,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.GetFlightRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.GetFlightResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -97,6 +134,60 @@ class AdminService:
             '/stepwire.v1.AdminService/GetState',
             stepwire_dot_v1_dot_admin__pb2.GetStateRequest.SerializeToString,
             stepwire_dot_v1_dot_admin__pb2.GetStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stepwire.v1.AdminService/Profile',
+            stepwire_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetFlight(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stepwire.v1.AdminService/GetFlight',
+            stepwire_dot_v1_dot_admin__pb2.GetFlightRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.GetFlightResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,15 @@ class AdminServiceStub:
     """Says how the scheduler, its queue and its workers stand. Answers at once, whatever
     the workers are doing.
     """
+    Profile: _grpc.UnaryStreamMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]
+    """Profiles the next steps on every rank and answers one timeline of all services, in
+    parts; the last message has the times of operators. Waits for the steps to be run;
+    steps are slower meanwhile, and none runs in the seconds in which it is put together.
+    """
+    GetFlight: _grpc.UnaryStreamMultiCallable[_admin_pb2.GetFlightRequest, _admin_pb2.GetFlightResponse]
+    """Answers the flight recording, the last steps of the worker group, in parts: bytes of
+    a FlightRecording. It holds the token ids of requests.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -52,6 +61,15 @@ class AdminServiceAsyncStub(AdminServiceStub):
     GetState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStateRequest, _admin_pb2.GetStateResponse]  # type: ignore[assignment]
     """Says how the scheduler, its queue and its workers stand. Answers at once, whatever
     the workers are doing.
+    """
+    Profile: _aio.UnaryStreamMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Profiles the next steps on every rank and answers one timeline of all services, in
+    parts; the last message has the times of operators. Waits for the steps to be run;
+    steps are slower meanwhile, and none runs in the seconds in which it is put together.
+    """
+    GetFlight: _aio.UnaryStreamMultiCallable[_admin_pb2.GetFlightRequest, _admin_pb2.GetFlightResponse]  # type: ignore[assignment]
+    """Answers the flight recording, the last steps of the worker group, in parts: bytes of
+    a FlightRecording. It holds the token ids of requests.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -68,6 +86,27 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.GetStateResponse, _abc.Awaitable[_admin_pb2.GetStateResponse]]:
         """Says how the scheduler, its queue and its workers stand. Answers at once, whatever
         the workers are doing.
+        """
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _admin_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.ProfileResponse], _abc.AsyncIterator[_admin_pb2.ProfileResponse]]:
+        """Profiles the next steps on every rank and answers one timeline of all services, in
+        parts; the last message has the times of operators. Waits for the steps to be run;
+        steps are slower meanwhile, and none runs in the seconds in which it is put together.
+        """
+
+    @_abc_1.abstractmethod
+    def GetFlight(
+        self,
+        request: _admin_pb2.GetFlightRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.GetFlightResponse], _abc.AsyncIterator[_admin_pb2.GetFlightResponse]]:
+        """Answers the flight recording, the last steps of the worker group, in parts: bytes of
+        a FlightRecording. It holds the token ids of requests.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

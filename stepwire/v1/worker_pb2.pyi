@@ -1095,6 +1095,165 @@ class StepTimings(_message.Message):
 Global___StepTimings: _TypeAlias = StepTimings  # noqa: Y015
 
 @_typing.final
+class StartProfileRequest(_message.Message):
+    """Profiles the steps to come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    MAX_STEP_COUNT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The worker's epoch."""
+    max_step_count: _builtins.int
+    """Steps after which it records no more, though nobody stops it; 1 to 1,000."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        max_step_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "max_step_count", b"max_step_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartProfileRequest: _TypeAlias = StartProfileRequest  # noqa: Y015
+
+@_typing.final
+class StartProfileResponse(_message.Message):
+    """The profile has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartProfileResponse: _TypeAlias = StartProfileResponse  # noqa: Y015
+
+@_typing.final
+class StopProfileRequest(_message.Message):
+    """Ends the profile."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The worker's epoch."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopProfileRequest: _TypeAlias = StopProfileRequest  # noqa: Y015
+
+@_typing.final
+class StopProfileResponse(_message.Message):
+    """A profile, in parts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACE_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    trace: _builtins.bytes
+    """The next bytes of the timeline: gzip-compressed JSON in Chrome's trace format, its times since the Unix epoch."""
+    @_builtins.property
+    def summary(self) -> Global___ProfileSummary:
+        """Set in the last message."""
+
+    def __init__(
+        self,
+        *,
+        trace: _builtins.bytes = ...,
+        summary: Global___ProfileSummary | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary", "trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopProfileResponse: _TypeAlias = StopProfileResponse  # noqa: Y015
+
+@_typing.final
+class ProfileSummary(_message.Message):
+    """Where the time of a profile's steps went."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_COUNT_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    step_count: _builtins.int
+    """Steps that were profiled."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfileRow]:
+        """The longest first."""
+
+    def __init__(
+        self,
+        *,
+        step_count: _builtins.int = ...,
+        rows: _abc.Iterable[Global___ProfileRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "step_count", b"step_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileSummary: _TypeAlias = ProfileSummary  # noqa: Y015
+
+@_typing.final
+class ProfileRow(_message.Message):
+    """One operator within one part of all profiled steps, without what it called."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    OPERATOR_FIELD_NUMBER: _builtins.int
+    CALL_COUNT_FIELD_NUMBER: _builtins.int
+    CPU_NS_FIELD_NUMBER: _builtins.int
+    DEVICE_NS_FIELD_NUMBER: _builtins.int
+    part: _builtins.str
+    """"layer N", "embed", "head", or "step" for what is in none of them."""
+    operator: _builtins.str
+    """The operator; for compiled kernels the part itself."""
+    call_count: _builtins.int
+    """Calls."""
+    cpu_ns: _builtins.int
+    """Time on the CPU in nanoseconds."""
+    device_ns: _builtins.int
+    """Time on an accelerator in nanoseconds."""
+    def __init__(
+        self,
+        *,
+        part: _builtins.str = ...,
+        operator: _builtins.str = ...,
+        call_count: _builtins.int = ...,
+        cpu_ns: _builtins.int = ...,
+        device_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_count", b"call_count", "cpu_ns", b"cpu_ns", "device_ns", b"device_ns", "operator", b"operator", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRow: _TypeAlias = ProfileRow  # noqa: Y015
+
+@_typing.final
 class ResetRequest(_message.Message):
     """Takes a worker back to an earlier phase."""
 

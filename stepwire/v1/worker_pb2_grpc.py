@@ -69,6 +69,16 @@ class WorkerServiceStub:
                 request_serializer=stepwire_dot_v1_dot_worker__pb2.ExecuteModelRequest.SerializeToString,
                 response_deserializer=stepwire_dot_v1_dot_worker__pb2.ExecuteModelResponse.FromString,
                 _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/stepwire.v1.WorkerService/StartProfile',
+                request_serializer=stepwire_dot_v1_dot_worker__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_worker__pb2.StartProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_stream(
+                '/stepwire.v1.WorkerService/StopProfile',
+                request_serializer=stepwire_dot_v1_dot_worker__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_worker__pb2.StopProfileResponse.FromString,
+                _registered_method=True)
         self.Reset = channel.unary_unary(
                 '/stepwire.v1.WorkerService/Reset',
                 request_serializer=stepwire_dot_v1_dot_worker__pb2.ResetRequest.SerializeToString,
@@ -141,6 +151,21 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartProfile(self, request, context):
+        """Profiles the steps to come. A profile that goes on already is dropped. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Ends the profile and answers it, in parts. Waits for a step that is running; then
+        seconds, in which no step runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Reset(self, request, context):
         """Drops sequences, cache or model: takes the worker back to an earlier phase and
         into a new epoch.
@@ -188,6 +213,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.ExecuteModel,
                     request_deserializer=stepwire_dot_v1_dot_worker__pb2.ExecuteModelRequest.FromString,
                     response_serializer=stepwire_dot_v1_dot_worker__pb2.ExecuteModelResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=stepwire_dot_v1_dot_worker__pb2.StartProfileRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_worker__pb2.StartProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_stream_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=stepwire_dot_v1_dot_worker__pb2.StopProfileRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_worker__pb2.StopProfileResponse.SerializeToString,
             ),
             'Reset': grpc.unary_unary_rpc_method_handler(
                     servicer.Reset,
@@ -367,6 +402,60 @@ class WorkerService:
             '/stepwire.v1.WorkerService/ExecuteModel',
             stepwire_dot_v1_dot_worker__pb2.ExecuteModelRequest.SerializeToString,
             stepwire_dot_v1_dot_worker__pb2.ExecuteModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.WorkerService/StartProfile',
+            stepwire_dot_v1_dot_worker__pb2.StartProfileRequest.SerializeToString,
+            stepwire_dot_v1_dot_worker__pb2.StartProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stepwire.v1.WorkerService/StopProfile',
+            stepwire_dot_v1_dot_worker__pb2.StopProfileRequest.SerializeToString,
+            stepwire_dot_v1_dot_worker__pb2.StopProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,6 +65,12 @@ class WorkerServiceStub:
     is answered with the stored result; an older one, a gap or another epoch is
     FAILED_PRECONDITION. A failed step ends the stream with its cause.
     """
+    StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
+    """Profiles the steps to come. A profile that goes on already is dropped. Answers at once."""
+    StopProfile: _grpc.UnaryStreamMultiCallable[_worker_pb2.StopProfileRequest, _worker_pb2.StopProfileResponse]
+    """Ends the profile and answers it, in parts. Waits for a step that is running; then
+    seconds, in which no step runs.
+    """
     Reset: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetRequest, _worker_pb2.ResetResponse]
     """Drops sequences, cache or model: takes the worker back to an earlier phase and
     into a new epoch.
@@ -108,6 +114,12 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     same epoch displaces an older one, which ends with ABORTED. A repeated step id
     is answered with the stored result; an older one, a gap or another epoch is
     FAILED_PRECONDITION. A failed step ends the stream with its cause.
+    """
+    StartProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]  # type: ignore[assignment]
+    """Profiles the steps to come. A profile that goes on already is dropped. Answers at once."""
+    StopProfile: _aio.UnaryStreamMultiCallable[_worker_pb2.StopProfileRequest, _worker_pb2.StopProfileResponse]  # type: ignore[assignment]
+    """Ends the profile and answers it, in parts. Waits for a step that is running; then
+    seconds, in which no step runs.
     """
     Reset: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetRequest, _worker_pb2.ResetResponse]  # type: ignore[assignment]
     """Drops sequences, cache or model: takes the worker back to an earlier phase and
@@ -185,6 +197,24 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         same epoch displaces an older one, which ends with ABORTED. A repeated step id
         is answered with the stored result; an older one, a gap or another epoch is
         FAILED_PRECONDITION. A failed step ends the stream with its cause.
+        """
+
+    @_abc_1.abstractmethod
+    def StartProfile(
+        self,
+        request: _worker_pb2.StartProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.StartProfileResponse, _abc.Awaitable[_worker_pb2.StartProfileResponse]]:
+        """Profiles the steps to come. A profile that goes on already is dropped. Answers at once."""
+
+    @_abc_1.abstractmethod
+    def StopProfile(
+        self,
+        request: _worker_pb2.StopProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.StopProfileResponse], _abc.AsyncIterator[_worker_pb2.StopProfileResponse]]:
+        """Ends the profile and answers it, in parts. Waits for a step that is running; then
+        seconds, in which no step runs.
         """
 
     @_abc_1.abstractmethod

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from loader.errors import LoadCancelled
-from worker_service.runtime.report import DeviceInfo, LoadPhase, LoadSummary, Meeting, MemoryReport, Phase
+from worker_service.runtime.report import (
+    DeviceInfo,
+    LoadPhase,
+    LoadSummary,
+    Meeting,
+    MemoryReport,
+    Phase,
+    Profile,
+    ProfileRow,
+)
 from worker_service.runtime.step import Logprobs, NewSequence, StateMismatch, StepInput, StepOutput, nobody_waits
 
 VOCAB_SIZE = 1000
@@ -48,6 +57,7 @@ class FakeRuntime:
     meetings: list[Meeting] = field(default_factory=list)
     num_left: int = 0
     others_are_warm: bool = True
+    profiled: int = 0
 
     @property
     def num_sequences(self) -> int:
@@ -114,6 +124,14 @@ class FakeRuntime:
         progress(1, 3)
         self._begin("warm_up")
         progress(3, 3)
+
+    def start_profile(self, max_steps: int) -> None:
+        self._begin("start_profile")
+        self.profiled = max_steps
+
+    def stop_profile(self) -> Profile:
+        self._begin("stop_profile")
+        return Profile(2, (ProfileRow("layer 0", "aten::mm", 4, 1000, 2000),), b"t" * (1 << 20) + b"race")
 
     def reset(self, phase: Phase) -> None:
         self._begin("reset")

@@ -7,7 +7,9 @@ otherwise.
 """
 
 import asyncio
+import gzip
 import hashlib
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,6 +23,15 @@ from stepwire.rpc.server import add_standard_services, create_server
 from stepwire.v1 import common_pb2, worker_pb2_grpc
 from stepwire.v1 import worker_pb2 as pb
 
+# What a rank's profile holds, in the form of torch's profiler.
+FAKE_TRACE = {
+    "baseTimeNanoseconds": 1_000_000_000_000_000_000,
+    "traceEvents": [
+        {"ph": "M", "name": "process_name", "pid": 77, "args": {"name": "python"}},
+        {"ph": "M", "name": "thread_name", "pid": 77, "tid": 5, "args": {"name": "device"}},
+        {"ph": "X", "name": "aten::mm", "pid": 77, "tid": 5, "ts": 2_000_000.5, "dur": 30.25, "args": {}},
+    ],
+}
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -368,6 +379,19 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         yield pb.WarmUpResponse(done_count=0, total_count=1)
         self._worker.phase = pb.PHASE_READY
         yield pb.WarmUpResponse(done_count=1, total_count=1)
+
+    async def StartProfile(self, request: pb.StartProfileRequest, context: Any) -> pb.StartProfileResponse:
+        self._enter("StartProfile", context, request.epoch)
+        self._need("StartProfile", pb.PHASE_READY)
+        return pb.StartProfileResponse()
+
+    async def StopProfile(self, request: pb.StopProfileRequest, context: Any) -> AsyncIterator[pb.StopProfileResponse]:
+        self._enter("StopProfile", context, request.epoch)
+        trace = gzip.compress(json.dumps(FAKE_TRACE).encode())
+        yield pb.StopProfileResponse(trace=trace[:10])
+        yield pb.StopProfileResponse(trace=trace[10:])
+        row = pb.ProfileRow(part="layer 0", operator="aten::mm", call_count=3, cpu_ns=3_000_000)
+        yield pb.StopProfileResponse(summary=pb.ProfileSummary(step_count=2, rows=[row]))
 
     async def Reset(self, request: pb.ResetRequest, context: Any) -> pb.ResetResponse:
         self._enter("Reset", context)

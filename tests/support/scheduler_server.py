@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.engine import Engine, ServedModel
+from scheduler_service.engine.flight import FlightRecorder
 from scheduler_service.engine.recovery import EpochObserver, LifePlan
 from scheduler_service.engine.start import GroupStarter, StartPlan
 from scheduler_service.engine.supervision import Supervision
@@ -19,6 +20,8 @@ from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.tokens import Tokens
 from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServicer
+from scheduler_service.rpc.flight_file import FlightFacts
+from scheduler_service.rpc.flight_log import FlightLog
 from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
 from scheduler_service.rpc.worker_client import WorkerClient
 from stepwire.rpc.channel import create_channel
@@ -99,6 +102,7 @@ async def running_scheduler(
     observers: Sequence[EpochObserver] = (),
     tenants: TenantRules | None = None,
     admin_key: str | None = None,
+    flight_dir: str = "/nonexistent",
     **plan_changes: Any,
 ) -> AsyncIterator[RunningScheduler]:
     """A scheduler that serves; with an `admin_key` it has AdminService."""
@@ -109,11 +113,12 @@ async def running_scheduler(
     tracer = get_tracer(tracer_provider)
     metrics = Metrics()
     engine = Engine(MODEL, tracer, tenants or TenantRules(), metrics)
+    flight_log: FlightLog | None = None
     keys = {} if admin_key is None else {ADMIN_SERVICE_NAME: admin_key}
     server = create_server(tracer_provider=tracer_provider, max_message_bytes=64 << 20, service_keys=keys)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine), server)
     if keys:
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(engine), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(engine, lambda: flight_log), server)
     add_standard_services(server, [SERVICE_NAME, *keys])
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()
@@ -139,7 +144,10 @@ async def running_scheduler(
             max_queued_requests=max_queued_requests,
             tenant_weights={} if tenants is None else tenants.weights,
         )
-        await engine.begin(model, started, config, LifePlan(starter, step_timeout_s, restart_budget, observers))
+        flight = FlightRecorder(64)
+        flight_log = FlightLog(flight, flight_dir, FlightFacts.of(plan, started))
+        life = LifePlan(starter, step_timeout_s, restart_budget, flight, [flight_log, *observers])
+        await engine.begin(model, started, config, life)
         stub = InferenceServiceStub(channel)
         yield RunningScheduler(engine, stub, worker, worker_server, tokenizer, address, metrics, starter)
     finally:

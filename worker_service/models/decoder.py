@@ -25,6 +25,7 @@ from worker_service.models.layers import (
 from worker_service.models.lora import RowAdapters
 from worker_service.models.rope import RotaryEmbedding, apply_rope, rope_frequencies, rope_shape
 from worker_service.models.scores import Scores
+from worker_service.profiled import part
 
 _Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -127,7 +128,9 @@ class Decoder:
         rotation = self._rope.select(positions)
         local = rotation if self._local_rope is None else self._local_rope.select(positions)
         for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, local if self._rotates_locally[number] else rotation, number, attention, adapters)
+            with part(f"layer {number}"):
+                chosen = local if self._rotates_locally[number] else rotation
+                hidden = layer(hidden, chosen, number, attention, adapters)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -181,9 +184,9 @@ class _Layer:
         self._mlp = _mlp(config, held, number, group)
 
     def place(self, tensors: Tensors) -> None:
-        for part in (*self._norms, self._qkv, self._head_norms, self._output, self._mlp):
-            if part is not None:
-                part.place(tensors)
+        for held in (*self._norms, self._qkv, self._head_norms, self._output, self._mlp):
+            if held is not None:
+                held.place(tensors)
 
     def __call__(
         self,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from loader.shares import RankPlace
-from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase
+from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
 from worker_service.runtime.step import StepInput, StepOutput
 
 
@@ -53,6 +53,14 @@ class Runtime(Protocol):
 
         Raises StateMismatch, with nothing changed, for one that disagrees with what is held.
         """
+        ...
+
+    def start_profile(self, max_steps: int) -> None:
+        """Profiles the next steps, at most so many; a profile that goes on is dropped."""
+        ...
+
+    def stop_profile(self) -> Profile:
+        """Ends the profile and answers it."""
         ...
 
     def reset(self, phase: Phase) -> None:

@@ -17,6 +17,7 @@ from worker_service.device_thread import DeviceThread
 from worker_service.rpc.failures import phase_failure, placed
 from worker_service.rpc.lifecycle import Lifecycle
 from worker_service.rpc.ports import Runtime
+from worker_service.rpc.profile import start_profile, stop_profile
 from worker_service.rpc.progress import LoadProgress, WarmUpProgress, changes
 from worker_service.rpc.state import Place, Warm
 from worker_service.runtime.report import LoadSummary, Phase
@@ -156,6 +157,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             async with aclosing(stream.responses(request_iterator)) as responses:
                 async for response in responses:
                     yield response
+
+    async def StartProfile(
+        self, request: worker_pb2.StartProfileRequest, _context: _Context
+    ) -> worker_pb2.StartProfileResponse:
+        """See worker.proto."""
+        with self._call():
+            await start_profile(self._lifecycle, self._device, request)
+        return worker_pb2.StartProfileResponse()
+
+    async def StopProfile(
+        self, request: worker_pb2.StopProfileRequest, _context: _Context
+    ) -> AsyncIterator[worker_pb2.StopProfileResponse]:
+        """See worker.proto."""
+        with self._call():
+            for response in await stop_profile(self._lifecycle, self._device, request):
+                yield response
 
     async def Reset(self, request: worker_pb2.ResetRequest, _context: _Context) -> worker_pb2.ResetResponse:
         """See worker.proto."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from worker_service.models.lora import AdapterFactors, RowAdapters
 from worker_service.models.model import Model
+from worker_service.profiled import part
 from worker_service.runtime.adapters import ResidentAdapter
 from worker_service.runtime.attention import TILE, AttentionPlanner, PagedAttention, gather_bytes
 from worker_service.runtime.batch import StepBatch
@@ -119,7 +120,8 @@ class TorchExecutor:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Executor."""
-        return self._model.logits(hidden)
+        with part("head"):
+            return self._model.logits(hidden)
 
     def greedy(self, hidden: torch.Tensor) -> tuple[IntArray, BoolArray]:
         """See Executor."""

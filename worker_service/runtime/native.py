@@ -14,6 +14,7 @@ from worker_service.kernels.adapters import AdapterRun, AdapterWeights
 from worker_service.kernels.layout import LANES, KvLayout
 from worker_service.kernels.spec import DecoderSpec
 from worker_service.models.native import LAYOUT, decoder_spec, pack_adapter, pack_weights
+from worker_service.profiled import is_profiling, part
 from worker_service.runtime.adapters import PackedAdapter
 from worker_service.runtime.batch import StepBatch
 from worker_service.runtime.errors import RuntimeFailure
@@ -93,7 +94,7 @@ class NativeExecutor:
     def __init__(self, pool: native.Pool, spec: DecoderSpec, layout: KvLayout) -> None:
         """Raises RuntimeFailure "out_of_memory"."""
         self.device = torch.device("cpu")
-        self.vocab_size = spec.vocab_size
+        self.vocab_size, self._num_layers = spec.vocab_size, len(spec.layers)
         self.num_blocks, self.block_size, self.cache_bytes = layout.num_blocks, layout.block_size, layout.num_bytes
         try:
             cache = layout.allocate()
@@ -114,17 +115,25 @@ class NativeExecutor:
         tables = native.BatchTables(
             query_start, batch.computed.astype(np.int32), np.ascontiguousarray(batch.tables, np.int32), runs
         )
-        hidden = self._decoder.embed(torch.from_numpy(batch.token_ids))
-        self._decoder.run(hidden, tables)
+        with part("embed"):
+            hidden = self._decoder.embed(torch.from_numpy(batch.token_ids))
+        if is_profiling():
+            for number in range(self._num_layers):
+                with part(f"layer {number}"):
+                    self._decoder.run(hidden, tables, number, number + 1)
+        else:
+            self._decoder.run(hidden, tables)
         if len(batch.hidden_tokens) < len(hidden):
             hidden = hidden.index_select(0, torch.from_numpy(batch.hidden_tokens))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Executor."""
-        return self._decoder.logits(hidden, torch.arange(len(hidden)))
+        with part("head"):
+            return self._decoder.logits(hidden, torch.arange(len(hidden)))
 
     def greedy(self, hidden: torch.Tensor) -> tuple[IntArray, BoolArray]:
         """See Executor."""
-        token_ids, finite = self._decoder.greedy(hidden, torch.arange(len(hidden)))
+        with part("head"):
+            token_ids, finite = self._decoder.greedy(hidden, torch.arange(len(hidden)))
         return token_ids.numpy(), finite.numpy()

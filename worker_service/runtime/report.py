@@ -72,3 +72,23 @@ class MemoryReport:
     weight_bytes: int
     activation_bytes: int
     limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """What one operator took in one part of all profiled steps: on the CPU, and on the device. See worker.proto."""
+
+    part: str
+    operator: str
+    num_calls: int
+    cpu_ns: int
+    device_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A profile of `num_steps` steps; `trace` is gzip-compressed JSON in Chrome's trace format."""
+
+    num_steps: int
+    rows: tuple[ProfileRow, ...]
+    trace: bytes

@@ -24,7 +24,7 @@ from stepwire.simulation.cost import CostModel, Hardware, ModelShape, StepLoad
 from stepwire.simulation.shapes import shape_of_checkpoint
 from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.errors import RuntimeFailure
-from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase
+from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.step import (
@@ -185,6 +185,14 @@ class SimRuntime:
     def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
         """Executes a step. Raises StateMismatch, with nothing changed, when it disagrees with what is held."""
         return self._need_runner().execute(step, on_launch)
+
+    def start_profile(self, max_steps: int) -> None:  # noqa: ARG002
+        """Raises RuntimeFailure "unsupported": nothing is computed that could be profiled."""
+        raise RuntimeFailure("unsupported", "a simulated device computes nothing: profile a worker of a real one")
+
+    def stop_profile(self) -> Profile:
+        """As `start_profile`."""
+        raise RuntimeFailure("invalid", "no profile was begun; call StartProfile first")
 
     def reset(self, phase: Phase) -> None:
         """Goes back to an earlier phase, and drops what later ones took."""

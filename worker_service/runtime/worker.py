@@ -32,7 +32,8 @@ from worker_service.runtime.memory import (
 from worker_service.runtime.model_adapters import AdapterSettings, ModelAdapters
 from worker_service.runtime.native import NativeEngine, native_pool
 from worker_service.runtime.preload import check_before_load
-from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase
+from worker_service.runtime.profiling import StepProfiler
+from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
 from worker_service.runtime.restart_store import RestartStore
 from worker_service.runtime.runner import ModelRunner
 from worker_service.runtime.step import Sampling, StepInput, StepOutput, nobody_waits
@@ -90,6 +91,7 @@ class WorkerRuntime:
         self._loaded: _Loaded | None = None
         self._executor: Executor | None = None
         self._runner: ModelRunner | None = None
+        self._profiler: StepProfiler | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -235,7 +237,21 @@ class WorkerRuntime:
         """
         device = self._need_device()
         with self._group.left_on_failure(), explains_out_of_memory(device, f"step {step.step_id}", _LOWER_STEP):
-            return self._need_runner().execute(step, on_launch)
+            if self._profiler is None:
+                return self._need_runner().execute(step, on_launch)
+            with self._profiler.step():
+                return self._need_runner().execute(step, on_launch)
+
+    def start_profile(self, max_steps: int) -> None:
+        """Profiles the next steps, at most so many. One that was begun before is dropped."""
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._profiler = StepProfiler(max_steps, self._need_device())
+
+    def stop_profile(self) -> Profile:
+        """Ends the profile and answers it. Raises RuntimeFailure "invalid" when none was begun."""
+        profiler, self._profiler = self._profiler, None
+        return _present(profiler, "a profile", "StartProfile").stop()
 
     def adapters(self) -> ModelAdapters:
         """The adapters of the model that it holds; gone with it."""

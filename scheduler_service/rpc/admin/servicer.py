@@ -1,11 +1,14 @@
 """AdminService over gRPC: which RPC is whose. Each kind of operation is a module beside this one."""
 
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
 from scheduler_service.engine.engine import Engine
+from scheduler_service.rpc.admin.diagnosis import DiagnosisCalls
 from scheduler_service.rpc.admin.state import StateCalls
+from scheduler_service.rpc.flight_log import FlightLog
 from stepwire.v1 import admin_pb2, admin_pb2_grpc
 
 ADMIN_SERVICE_NAME = "stepwire.v1.AdminService"
@@ -16,9 +19,24 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """All RPCs of admin.proto. Errors are raised as StepwireError; the server has checked the admin key."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, flight_log: Callable[[], FlightLog | None]) -> None:
         self._state = StateCalls(engine)
+        self._diagnosis = DiagnosisCalls(engine, flight_log)
 
     async def GetState(self, _request: admin_pb2.GetStateRequest, _context: _Context) -> admin_pb2.GetStateResponse:
         """See admin.proto."""
         return self._state.get()
+
+    async def Profile(
+        self, request: admin_pb2.ProfileRequest, _context: _Context
+    ) -> AsyncIterator[admin_pb2.ProfileResponse]:
+        """See admin.proto."""
+        async for response in self._diagnosis.profile(request):
+            yield response
+
+    async def GetFlight(
+        self, _request: admin_pb2.GetFlightRequest, _context: _Context
+    ) -> AsyncIterator[admin_pb2.GetFlightResponse]:
+        """See admin.proto."""
+        async for response in self._diagnosis.flight():
+            yield response

@@ -2,6 +2,7 @@
 
 import click
 
+from stepwire.cli.admin.flight import flight
 from stepwire.cli.admin.state import state
 
 
@@ -11,3 +12,4 @@ def admin() -> None:
 
 
 admin.add_command(state)
+admin.add_command(flight)

@@ -1,0 +1,86 @@
+"""What AdminService tells of the steps themselves: Profile and GetFlight."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.group import WorkerGroup
+from scheduler_service.engine.profile import GroupProfile, profile_group
+from scheduler_service.rpc.flight_log import FlightLog
+from stepwire.rpc.errors import StepwireError
+from stepwire.v1 import admin_pb2 as pb
+from stepwire.v1 import worker_pb2
+
+_CHUNK_BYTES = 1 << 20
+_TIMEOUT_S = 60.0
+_MOST_TIMEOUT_S = 600.0
+
+
+class DiagnosisCalls:
+    """Profile and GetFlight. `flight_log` answers None before workers are ready."""
+
+    def __init__(self, engine: Engine, flight_log: Callable[[], FlightLog | None]) -> None:
+        self._engine = engine
+        self._flight_log = flight_log
+        self._is_profiling = False
+
+    async def profile(self, request: pb.ProfileRequest) -> AsyncIterator[pb.ProfileResponse]:
+        """See admin.proto."""
+        timeout_s = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else _TIMEOUT_S
+        if not 0 < timeout_s <= _MOST_TIMEOUT_S:
+            text = f"timeout of {timeout_s:g} s lies outside 0 to {_MOST_TIMEOUT_S:g} s"
+            raise StepwireError("FIELD_OUT_OF_RANGE", text, {"field": "timeout"})
+        group = self._group()
+        if self._is_profiling:
+            raise StepwireError("QUEUE_FULL", "another profile goes on: ask again when it is done", {}, timeout_s)
+        self._is_profiling = True
+        try:
+            profile = await profile_group(group, request.step_count, timeout_s)
+        finally:
+            self._is_profiling = False
+        for chunk in _chunks(profile.timeline):
+            yield pb.ProfileResponse(timeline=chunk)
+        yield pb.ProfileResponse(summary=_summary(profile))
+
+    async def flight(self) -> AsyncIterator[pb.GetFlightResponse]:
+        """See admin.proto."""
+        group, log = self._group(), self._flight_log()
+        if log is None:
+            raise _not_ready()
+        message = log.recording(group.epoch, "asked for")
+        for chunk in _chunks(message.SerializeToString()):
+            yield pb.GetFlightResponse(recording=chunk)
+
+    def _group(self) -> WorkerGroup:
+        group = self._engine.group
+        if group is None:
+            raise _not_ready()
+        return group
+
+
+def _chunks(data: bytes) -> Iterator[bytes]:
+    for start in range(0, len(data), _CHUNK_BYTES):
+        yield data[start : start + _CHUNK_BYTES]
+
+
+def _summary(profile: GroupProfile) -> pb.GroupProfile:
+    ranks = [
+        worker_pb2.ProfileSummary(
+            step_count=rank.num_steps,
+            rows=[
+                worker_pb2.ProfileRow(
+                    part=row.part,
+                    operator=row.operator,
+                    call_count=row.num_calls,
+                    cpu_ns=row.cpu_ns,
+                    device_ns=row.device_ns,
+                )
+                for row in rank.rows
+            ],
+        )
+        for rank in profile.ranks
+    ]
+    return pb.GroupProfile(ranks=ranks)
+
+
+def _not_ready() -> StepwireError:
+    return StepwireError("MODEL_NOT_READY", "the workers are not ready yet; try again in a moment", {}, 1.0)

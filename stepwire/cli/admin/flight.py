@@ -1,0 +1,29 @@
+"""`stepwire admin flight`."""
+
+from pathlib import Path
+
+import click
+
+from stepwire.cli.admin.connection import admin_options, connect
+from stepwire.cli.files import write_private
+
+
+@click.command()
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("stepwire.flight"),
+    show_default=True,
+    help="File to write.",
+)
+@admin_options
+def flight(target: str, admin_key: str | None, timeout: float, output: Path) -> None:
+    """Write down the last steps of a server's workers.
+
+    `stepwire replay` runs them again. The file holds the token ids of requests.
+    """
+    with connect(target, admin_key) as client:
+        recording = client.get_flight(timeout=timeout)
+    write_private(output, recording)
+    click.echo(f"{output}: {len(recording):,} bytes; run it again with: stepwire replay {output}")
