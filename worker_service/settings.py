@@ -1,9 +1,10 @@
 """What can be set on a worker service."""
 
-import ipaddress
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from stepwire.rpc.exposure import is_loopback
 
 
 class WorkerSettings(BaseModel):
@@ -147,13 +148,3 @@ class WorkerSettings(BaseModel):
                 f"host {self.host} is reachable from other machines: set model_roots, or listen on 127.0.0.1"
             )
         return self
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a listener on `host`. A name other than localhost counts as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -57,6 +57,10 @@ _CODES: Mapping[str, grpc.StatusCode] = {
     "FENCED": grpc.StatusCode.UNAVAILABLE,
     "PEER_LOST": grpc.StatusCode.UNAVAILABLE,
     "RENDEZVOUS_FAILED": grpc.StatusCode.UNAVAILABLE,
+    "ADAPTER_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "ADAPTER_IN_USE": grpc.StatusCode.FAILED_PRECONDITION,
+    "ADAPTER_UNSUPPORTED": grpc.StatusCode.FAILED_PRECONDITION,
+    "ADAPTER_LIMIT": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
 

@@ -52,6 +52,21 @@ class AdminServiceStub:
                 request_serializer=stepwire_dot_v1_dot_admin__pb2.GetFlightRequest.SerializeToString,
                 response_deserializer=stepwire_dot_v1_dot_admin__pb2.GetFlightResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/stepwire.v1.AdminService/LoadAdapter',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/stepwire.v1.AdminService/UnloadAdapter',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/stepwire.v1.AdminService/ListAdapters',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceListAdaptersRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -85,6 +100,30 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter on all workers; requests may name it once this has answered. A name that is taken by other
+        content stands for the new one from then on: requests that run keep what they began with. Goes on when the caller
+        leaves. Bounded by the storage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Takes an adapter away once no request has it any more. Where some do, it is refused with FAILED_PRECONDITION, or
+        waits for them, as asked; then new requests do not find it, and it goes on when the caller leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Lists the adapters. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -102,6 +141,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetFlight,
                     request_deserializer=stepwire_dot_v1_dot_admin__pb2.GetFlightRequest.FromString,
                     response_serializer=stepwire_dot_v1_dot_admin__pb2.GetFlightResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceListAdaptersRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -188,6 +242,87 @@ class AdminService:
             '/stepwire.v1.AdminService/GetFlight',
             stepwire_dot_v1_dot_admin__pb2.GetFlightRequest.SerializeToString,
             stepwire_dot_v1_dot_admin__pb2.GetFlightResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.AdminService/LoadAdapter',
+            stepwire_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.AdminService/UnloadAdapter',
+            stepwire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.AdminService/ListAdapters',
+            stepwire_dot_v1_dot_admin__pb2.AdminServiceListAdaptersRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.AdminServiceListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,17 @@ class AdminServiceStub:
     """Answers the flight recording, the last steps of the worker group, in parts: bytes of
     a FlightRecording. It holds the token ids of requests.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
+    """Loads a LoRA adapter on all workers; requests may name it once this has answered. A name that is taken by other
+    content stands for the new one from then on: requests that run keep what they began with. Goes on when the caller
+    leaves. Bounded by the storage.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
+    """Takes an adapter away once no request has it any more. Where some do, it is refused with FAILED_PRECONDITION, or
+    waits for them, as asked; then new requests do not find it, and it goes on when the caller leaves.
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceListAdaptersRequest, _admin_pb2.AdminServiceListAdaptersResponse]
+    """Lists the adapters. Answers at once."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -71,6 +82,17 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Answers the flight recording, the last steps of the worker group, in parts: bytes of
     a FlightRecording. It holds the token ids of requests.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads a LoRA adapter on all workers; requests may name it once this has answered. A name that is taken by other
+    content stands for the new one from then on: requests that run keep what they began with. Goes on when the caller
+    leaves. Bounded by the storage.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Takes an adapter away once no request has it any more. Where some do, it is refused with FAILED_PRECONDITION, or
+    waits for them, as asked; then new requests do not find it, and it goes on when the caller leaves.
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceListAdaptersRequest, _admin_pb2.AdminServiceListAdaptersResponse]  # type: ignore[assignment]
+    """Lists the adapters. Answers at once."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """What operators call on a scheduler while it serves. It is there only where an admin
@@ -108,5 +130,34 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Answers the flight recording, the last steps of the worker group, in parts: bytes of
         a FlightRecording. It holds the token ids of requests.
         """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _admin_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
+        """Loads a LoRA adapter on all workers; requests may name it once this has answered. A name that is taken by other
+        content stands for the new one from then on: requests that run keep what they began with. Goes on when the caller
+        leaves. Bounded by the storage.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _admin_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]:
+        """Takes an adapter away once no request has it any more. Where some do, it is refused with FAILED_PRECONDITION, or
+        waits for them, as asked; then new requests do not find it, and it goes on when the caller leaves.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _admin_pb2.AdminServiceListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceListAdaptersResponse, _abc.Awaitable[_admin_pb2.AdminServiceListAdaptersResponse]]:
+        """Lists the adapters. Answers at once."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

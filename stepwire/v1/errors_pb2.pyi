@@ -82,6 +82,14 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A newer step stream of the same epoch took this one's place. ABORTED."""
     ERROR_REASON_CLIENT_TOO_SLOW: _ErrorReason.ValueType  # 29
     """The client left more output untaken than may wait for it. RESOURCE_EXHAUSTED."""
+    ERROR_REASON_ADAPTER_NOT_FOUND: _ErrorReason.ValueType  # 33
+    """No adapter of this name is loaded. NOT_FOUND."""
+    ERROR_REASON_ADAPTER_IN_USE: _ErrorReason.ValueType  # 34
+    """Requests have the adapter; wait for them, or ask again. FAILED_PRECONDITION."""
+    ERROR_REASON_ADAPTER_UNSUPPORTED: _ErrorReason.ValueType  # 35
+    """The model, or the settings, take no adapters. FAILED_PRECONDITION."""
+    ERROR_REASON_ADAPTER_LIMIT: _ErrorReason.ValueType  # 36
+    """One adapter more than their number, or their bytes, may be. RESOURCE_EXHAUSTED."""
     ERROR_REASON_REQUEST_ENDS_WORKERS: _ErrorReason.ValueType  # 42
     """The request ended its worker each time that it ran, at last alone: it is not tried again. INTERNAL."""
     ERROR_REASON_FENCED: _ErrorReason.ValueType  # 43
@@ -158,6 +166,14 @@ ERROR_REASON_STREAM_DISPLACED: ErrorReason.ValueType  # 28
 """A newer step stream of the same epoch took this one's place. ABORTED."""
 ERROR_REASON_CLIENT_TOO_SLOW: ErrorReason.ValueType  # 29
 """The client left more output untaken than may wait for it. RESOURCE_EXHAUSTED."""
+ERROR_REASON_ADAPTER_NOT_FOUND: ErrorReason.ValueType  # 33
+"""No adapter of this name is loaded. NOT_FOUND."""
+ERROR_REASON_ADAPTER_IN_USE: ErrorReason.ValueType  # 34
+"""Requests have the adapter; wait for them, or ask again. FAILED_PRECONDITION."""
+ERROR_REASON_ADAPTER_UNSUPPORTED: ErrorReason.ValueType  # 35
+"""The model, or the settings, take no adapters. FAILED_PRECONDITION."""
+ERROR_REASON_ADAPTER_LIMIT: ErrorReason.ValueType  # 36
+"""One adapter more than their number, or their bytes, may be. RESOURCE_EXHAUSTED."""
 ERROR_REASON_REQUEST_ENDS_WORKERS: ErrorReason.ValueType  # 42
 """The request ended its worker each time that it ran, at last alone: it is not tried again. INTERNAL."""
 ERROR_REASON_FENCED: ErrorReason.ValueType  # 43

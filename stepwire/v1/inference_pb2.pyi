@@ -94,6 +94,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name; empty means the only one served."""
@@ -103,6 +104,8 @@ class GenerateRequest(_message.Message):
     """The client's own id, unique among live requests; generated when empty. At most 128 characters."""
     priority: _builtins.int
     """Higher goes first and may preempt lower; -100 to 100, and no more than what the tenant may ask for."""
+    adapter: _builtins.str
+    """Name of the LoRA adapter that the model is to have; empty for none. One that is not loaded is NOT_FOUND."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, taken as they stand."""
@@ -129,11 +132,12 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         request_id: _builtins.str = ...,
         priority: _builtins.int = ...,
+        adapter: _builtins.str = ...,
         speculation: Global___Speculation | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -237,6 +237,7 @@ class LoadSummary(_message.Message):
     DURATION_NS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     MAPPED_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOT_COUNT_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Names the content of the checkpoint: equal for equal files."""
     architecture: _builtins.str
@@ -257,6 +258,8 @@ class LoadSummary(_message.Message):
     """Time of the whole load in nanoseconds."""
     mapped_bytes: _builtins.int
     """Of the weights, bytes that are mapped from the restart store; other workers may map the same."""
+    adapter_slot_count: _builtins.int
+    """Adapters that may be in use at once; 0 where the model, or the worker's settings, take none."""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadPhase]:
         """What that time went to, one phase after the other without gaps."""
@@ -275,10 +278,11 @@ class LoadSummary(_message.Message):
         duration_ns: _builtins.int = ...,
         phases: _abc.Iterable[Global___LoadPhase] | None = ...,
         mapped_bytes: _builtins.int = ...,
+        adapter_slot_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_loaded", b"already_loaded", "architecture", b"architecture", "dtype", b"dtype", "duration_ns", b"duration_ns", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "mapped_bytes", b"mapped_bytes", "max_position_count", b"max_position_count", "phases", b"phases", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slot_count", b"adapter_slot_count", "already_loaded", b"already_loaded", "architecture", b"architecture", "dtype", b"dtype", "duration_ns", b"duration_ns", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "mapped_bytes", b"mapped_bytes", "max_position_count", b"max_position_count", "phases", b"phases", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,6 +699,7 @@ class NewSequence(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROB_START_FIELD_NUMBER: _builtins.int
     TOKEN_LIMIT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
@@ -705,6 +710,8 @@ class NewSequence(_message.Message):
     """How many of them are the prompt."""
     traceparent: _builtins.str
     """W3C trace context of the request, when it is sampled."""
+    adapter: _builtins.str
+    """Fingerprint of the adapter that it is computed with; empty for none."""
     prompt_logprob_start: _builtins.int
     """With prompt log-probabilities: the first prompt position that has not been told of; at least 1. From the position
     before it on the sequence must be computed.
@@ -735,12 +742,13 @@ class NewSequence(_message.Message):
         sampling: Global___SequenceSampling | None = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         traceparent: _builtins.str = ...,
+        adapter: _builtins.str = ...,
         prompt_logprob_start: _builtins.int = ...,
         token_limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "prompt_logprob_start", b"prompt_logprob_start", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "token_limit", b"token_limit", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_ids", b"block_ids", "prompt_logprob_start", b"prompt_logprob_start", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "token_limit", b"token_limit", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1252,6 +1260,186 @@ class ProfileRow(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProfileRow: _TypeAlias = ProfileRow  # noqa: Y015
+
+@_typing.final
+class AddAdapterRequest(_message.Message):
+    """Asks a worker to hold a LoRA adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The worker's epoch."""
+    path: _builtins.str
+    """Path of the adapter on the worker's host: a directory as PEFT saves it."""
+    fingerprint: _builtins.str
+    """The fingerprint that it must have; empty for any."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        path: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddAdapterRequest: _TypeAlias = AddAdapterRequest  # noqa: Y015
+
+@_typing.final
+class AddAdapterResponse(_message.Message):
+    """The adapter is held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> Global___HeldAdapter:
+        """The adapter."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Global___HeldAdapter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddAdapterResponse: _TypeAlias = AddAdapterResponse  # noqa: Y015
+
+@_typing.final
+class RemoveAdapterRequest(_message.Message):
+    """Asks a worker to forget an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The worker's epoch."""
+    fingerprint: _builtins.str
+    """Its fingerprint."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAdapterRequest: _TypeAlias = RemoveAdapterRequest  # noqa: Y015
+
+@_typing.final
+class RemoveAdapterResponse(_message.Message):
+    """The adapter is forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAdapterResponse: _TypeAlias = RemoveAdapterResponse  # noqa: Y015
+
+@_typing.final
+class ListAdaptersRequest(_message.Message):
+    """Asks for all adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class ListAdaptersResponse(_message.Message):
+    """All adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldAdapter]:
+        """In the order in which they were added."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___HeldAdapter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class HeldAdapter(_message.Message):
+    """An adapter that a worker holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    RESIDENT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """Names its content: equal for equal files."""
+    path: _builtins.str
+    """Where it was read from."""
+    rank: _builtins.int
+    """The largest rank of its factors."""
+    byte_count: _builtins.int
+    """Bytes of this rank's part."""
+    resident: _builtins.bool
+    """Whether it is on the device, and not in host memory alone."""
+    sequence_count: _builtins.int
+    """Sequences that have it."""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        path: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        byte_count: _builtins.int = ...,
+        resident: _builtins.bool = ...,
+        sequence_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "fingerprint", b"fingerprint", "path", b"path", "rank", b"rank", "resident", b"resident", "sequence_count", b"sequence_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldAdapter: _TypeAlias = HeldAdapter  # noqa: Y015
 
 @_typing.final
 class ResetRequest(_message.Message):

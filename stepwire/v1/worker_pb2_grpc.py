@@ -79,6 +79,21 @@ class WorkerServiceStub:
                 request_serializer=stepwire_dot_v1_dot_worker__pb2.StopProfileRequest.SerializeToString,
                 response_deserializer=stepwire_dot_v1_dot_worker__pb2.StopProfileResponse.FromString,
                 _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/stepwire.v1.WorkerService/AddAdapter',
+                request_serializer=stepwire_dot_v1_dot_worker__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_worker__pb2.AddAdapterResponse.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/stepwire.v1.WorkerService/RemoveAdapter',
+                request_serializer=stepwire_dot_v1_dot_worker__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_worker__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/stepwire.v1.WorkerService/ListAdapters',
+                request_serializer=stepwire_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_worker__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.Reset = channel.unary_unary(
                 '/stepwire.v1.WorkerService/Reset',
                 request_serializer=stepwire_dot_v1_dot_worker__pb2.ResetRequest.SerializeToString,
@@ -166,6 +181,29 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAdapter(self, request, context):
+        """Reads a LoRA adapter and holds it for the model, from PHASE_LOADED on, beside steps that go on. One of the same
+        content that is held already is kept. Bounded by the storage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """Forgets an adapter; sequences that have it keep it until they end. One that is not held is no error. Answers when
+        the steps sent before are done.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Lists the adapters that it holds. Answers when the steps sent before are done.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Reset(self, request, context):
         """Drops sequences, cache or model: takes the worker back to an earlier phase and
         into a new epoch.
@@ -223,6 +261,21 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.StopProfile,
                     request_deserializer=stepwire_dot_v1_dot_worker__pb2.StopProfileRequest.FromString,
                     response_serializer=stepwire_dot_v1_dot_worker__pb2.StopProfileResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=stepwire_dot_v1_dot_worker__pb2.AddAdapterRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_worker__pb2.AddAdapterResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=stepwire_dot_v1_dot_worker__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_worker__pb2.RemoveAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=stepwire_dot_v1_dot_worker__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_worker__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'Reset': grpc.unary_unary_rpc_method_handler(
                     servicer.Reset,
@@ -456,6 +509,87 @@ class WorkerService:
             '/stepwire.v1.WorkerService/StopProfile',
             stepwire_dot_v1_dot_worker__pb2.StopProfileRequest.SerializeToString,
             stepwire_dot_v1_dot_worker__pb2.StopProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.WorkerService/AddAdapter',
+            stepwire_dot_v1_dot_worker__pb2.AddAdapterRequest.SerializeToString,
+            stepwire_dot_v1_dot_worker__pb2.AddAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.WorkerService/RemoveAdapter',
+            stepwire_dot_v1_dot_worker__pb2.RemoveAdapterRequest.SerializeToString,
+            stepwire_dot_v1_dot_worker__pb2.RemoveAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.WorkerService/ListAdapters',
+            stepwire_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
+            stepwire_dot_v1_dot_worker__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

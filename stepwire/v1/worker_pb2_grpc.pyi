@@ -71,6 +71,16 @@ class WorkerServiceStub:
     """Ends the profile and answers it, in parts. Waits for a step that is running; then
     seconds, in which no step runs.
     """
+    AddAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AddAdapterRequest, _worker_pb2.AddAdapterResponse]
+    """Reads a LoRA adapter and holds it for the model, from PHASE_LOADED on, beside steps that go on. One of the same
+    content that is held already is kept. Bounded by the storage.
+    """
+    RemoveAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RemoveAdapterRequest, _worker_pb2.RemoveAdapterResponse]
+    """Forgets an adapter; sequences that have it keep it until they end. One that is not held is no error. Answers when
+    the steps sent before are done.
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.ListAdaptersResponse]
+    """Lists the adapters that it holds. Answers when the steps sent before are done."""
     Reset: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetRequest, _worker_pb2.ResetResponse]
     """Drops sequences, cache or model: takes the worker back to an earlier phase and
     into a new epoch.
@@ -121,6 +131,16 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Ends the profile and answers it, in parts. Waits for a step that is running; then
     seconds, in which no step runs.
     """
+    AddAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.AddAdapterRequest, _worker_pb2.AddAdapterResponse]  # type: ignore[assignment]
+    """Reads a LoRA adapter and holds it for the model, from PHASE_LOADED on, beside steps that go on. One of the same
+    content that is held already is kept. Bounded by the storage.
+    """
+    RemoveAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.RemoveAdapterRequest, _worker_pb2.RemoveAdapterResponse]  # type: ignore[assignment]
+    """Forgets an adapter; sequences that have it keep it until they end. One that is not held is no error. Answers when
+    the steps sent before are done.
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Lists the adapters that it holds. Answers when the steps sent before are done."""
     Reset: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetRequest, _worker_pb2.ResetResponse]  # type: ignore[assignment]
     """Drops sequences, cache or model: takes the worker back to an earlier phase and
     into a new epoch.
@@ -216,6 +236,34 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends the profile and answers it, in parts. Waits for a step that is running; then
         seconds, in which no step runs.
         """
+
+    @_abc_1.abstractmethod
+    def AddAdapter(
+        self,
+        request: _worker_pb2.AddAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.AddAdapterResponse, _abc.Awaitable[_worker_pb2.AddAdapterResponse]]:
+        """Reads a LoRA adapter and holds it for the model, from PHASE_LOADED on, beside steps that go on. One of the same
+        content that is held already is kept. Bounded by the storage.
+        """
+
+    @_abc_1.abstractmethod
+    def RemoveAdapter(
+        self,
+        request: _worker_pb2.RemoveAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.RemoveAdapterResponse, _abc.Awaitable[_worker_pb2.RemoveAdapterResponse]]:
+        """Forgets an adapter; sequences that have it keep it until they end. One that is not held is no error. Answers when
+        the steps sent before are done.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _worker_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ListAdaptersResponse, _abc.Awaitable[_worker_pb2.ListAdaptersResponse]]:
+        """Lists the adapters that it holds. Answers when the steps sent before are done."""
 
     @_abc_1.abstractmethod
     def Reset(

@@ -1,5 +1,6 @@
 """A worker's runtime without a device: deterministic, torch-free, and told by its test when to wait or to fail."""
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.errors import LoadCancelled
+from worker_service.runtime.adapters import AdapterTable, HostAdapter, PackedAdapter
 from worker_service.runtime.report import (
     DeviceInfo,
     LoadPhase,
@@ -37,6 +39,27 @@ class FakeSequence:
     stopped: bool = False
 
 
+class FakeAdapters:
+    """Adapters of a fake runtime: any path holds one whose content is its name. `read_adapter` can wait and fail."""
+
+    def __init__(self, runtime: "FakeRuntime") -> None:
+        self._runtime = runtime
+        self.table = AdapterTable(lambda packed: packed.weights, num_slots=2, max_bytes=30)
+
+    def reader(self) -> "FakeAdapters":
+        self._runtime._begin("adapter_reader")
+        return self
+
+    def read(self, path: Path) -> HostAdapter:
+        self._runtime._begin("read_adapter")
+        return HostAdapter(adapter_fingerprint(path.name), str(path), 4, PackedAdapter(path.name, 10))
+
+
+def adapter_fingerprint(content: str) -> str:
+    """As hex SHA-256."""
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
 @dataclass
 class FakeRuntime:
     """Implements worker_service.rpc.ports.Runtime.
@@ -58,6 +81,12 @@ class FakeRuntime:
     num_left: int = 0
     others_are_warm: bool = True
     profiled: int = 0
+
+    def __post_init__(self) -> None:
+        self._adapters = FakeAdapters(self)
+
+    def adapters(self) -> FakeAdapters:
+        return self._adapters
 
     @property
     def num_sequences(self) -> int:

@@ -3,6 +3,7 @@
 import time
 
 from stepwire.v1 import common_pb2, worker_pb2
+from worker_service.runtime.adapters import AdapterReport
 from worker_service.runtime.step import Logprobs, NewSequence, PromptLogprobs, Sampling, StepInput, StepOutput
 
 
@@ -57,6 +58,18 @@ def step_result(output: StepOutput, *, epoch: int, queue_ns: int) -> worker_pb2.
     return result
 
 
+def held_adapter(report: AdapterReport) -> worker_pb2.HeldAdapter:
+    """An adapter as the wire takes it."""
+    return worker_pb2.HeldAdapter(
+        fingerprint=report.fingerprint,
+        path=report.path,
+        rank=report.rank,
+        byte_count=report.num_bytes,
+        resident=report.is_resident,
+        sequence_count=report.num_sequences,
+    )
+
+
 def _new_sequence(new: worker_pb2.NewSequence) -> NewSequence:
     return NewSequence(
         sequence_id=new.sequence_id,
@@ -66,6 +79,7 @@ def _new_sequence(new: worker_pb2.NewSequence) -> NewSequence:
         sampling=_sampling(new.sampling),
         block_ids=list(new.block_ids),
         traceparent=new.traceparent,
+        adapter=new.adapter,
         prompt_logprob_start=new.prompt_logprob_start,
         token_limit=new.token_limit,
     )

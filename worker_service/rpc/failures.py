@@ -63,6 +63,12 @@ def load_failure(error: Exception) -> StepwireError | None:
     return None
 
 
+def adapter_failure(error: RuntimeFailure) -> StepwireError | None:
+    """The caller's error where a call about adapters gives an error another meaning."""
+    reason = {"unsupported": "ADAPTER_UNSUPPORTED", "limit": "ADAPTER_LIMIT"}.get(error.code)
+    return None if reason is None else StepwireError(reason, str(error), {"cause": error.code, **error.metadata})
+
+
 def step_failure(error: BaseException, *, step_id: int | None = None) -> StepwireError:
     """The error that ends the step stream. Names the cause in any case: it is what recovery reports."""
     metadata = {} if step_id is None else {"step_id": str(step_id)}

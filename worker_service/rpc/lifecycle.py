@@ -16,6 +16,7 @@ from loader.shares import RankPlace
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry.metrics import Metrics
 from worker_service.device_thread import DeviceStopped, DeviceThread
+from worker_service.rpc.adapters import AdapterCalls
 from worker_service.rpc.failures import load_failure
 from worker_service.rpc.guard import stale_epoch
 from worker_service.rpc.limits import StepLimits, check_number, out_of_range
@@ -69,6 +70,7 @@ class Lifecycle:
         self._fingerprint_of = fingerprint_of
         self._on_phase = on_phase
         self._lock = asyncio.Lock()
+        self.adapters = AdapterCalls(self.state, device, roots, self._change)
         self._changes: set[asyncio.Task[Any]] = set()
         self._loads: set[LoadProgress] = set()
 

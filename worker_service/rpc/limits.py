@@ -10,6 +10,7 @@ from worker_service.runtime.step import NewSequence, Sampling, StepInput
 MAX_REQUEST_ID_LEN = 1024
 MAX_STOP_TOKENS = 4096
 MAX_LOGPROBS = 1024
+MAX_ADAPTER_LEN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ def sequence_problem(new: NewSequence, limits: StepLimits) -> str | None:
         return f"prompt_token_count {new.prompt_token_count} is not in 1..{len(new.token_ids)}"
     if new.token_limit and not len(new.token_ids) < new.token_limit <= limits.max_model_len:
         return f"token_limit {new.token_limit} is not in {len(new.token_ids) + 1}..{limits.max_model_len}"
+    if len(new.adapter) > MAX_ADAPTER_LEN:
+        return f"adapter has {len(new.adapter)} characters; a fingerprint has {MAX_ADAPTER_LEN}"
     return _sampling_problem(new.sampling, limits.vocab_size)
 
 

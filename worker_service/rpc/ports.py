@@ -5,8 +5,28 @@ from pathlib import Path
 from typing import Protocol
 
 from loader.shares import RankPlace
+from worker_service.runtime.adapters import AdapterTable, HostAdapter
 from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
 from worker_service.runtime.step import StepInput, StepOutput
+
+
+class AdapterReader(Protocol):
+    """Reads adapters for one model; any thread may use it."""
+
+    def read(self, path: Path) -> HostAdapter:
+        """Blocks for as long as the storage takes. Raises CheckpointError, RuntimeFailure "limit"."""
+        ...
+
+
+class RuntimeAdapters(Protocol):
+    """The adapters of one loaded model. Used on the device thread."""
+
+    @property
+    def table(self) -> AdapterTable: ...
+
+    def reader(self) -> AdapterReader:
+        """Raises RuntimeFailure "unsupported" where none are taken."""
+        ...
 
 
 class Runtime(Protocol):
@@ -61,6 +81,10 @@ class Runtime(Protocol):
 
     def stop_profile(self) -> Profile:
         """Ends the profile and answers it."""
+        ...
+
+    def adapters(self) -> RuntimeAdapters:
+        """Those of the model that is loaded; gone with it."""
         ...
 
     def reset(self, phase: Phase) -> None:

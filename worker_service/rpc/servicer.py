@@ -14,6 +14,7 @@ import structlog
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import worker_pb2, worker_pb2_grpc
 from worker_service.device_thread import DeviceThread
+from worker_service.rpc.convert import held_adapter
 from worker_service.rpc.failures import phase_failure, placed
 from worker_service.rpc.lifecycle import Lifecycle
 from worker_service.rpc.ports import Runtime
@@ -174,6 +175,30 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             for response in await stop_profile(self._lifecycle, self._device, request):
                 yield response
 
+    async def AddAdapter(
+        self, request: worker_pb2.AddAdapterRequest, _context: _Context
+    ) -> worker_pb2.AddAdapterResponse:
+        """See worker.proto."""
+        with self._call():
+            report = await self._lifecycle.adapters.add(request.epoch, request.path, request.fingerprint)
+        return worker_pb2.AddAdapterResponse(adapter=held_adapter(report))
+
+    async def RemoveAdapter(
+        self, request: worker_pb2.RemoveAdapterRequest, _context: _Context
+    ) -> worker_pb2.RemoveAdapterResponse:
+        """See worker.proto."""
+        with self._call():
+            await self._lifecycle.adapters.remove(request.epoch, request.fingerprint)
+        return worker_pb2.RemoveAdapterResponse()
+
+    async def ListAdapters(
+        self, _request: worker_pb2.ListAdaptersRequest, _context: _Context
+    ) -> worker_pb2.ListAdaptersResponse:
+        """See worker.proto."""
+        with self._call():
+            reports = await self._lifecycle.adapters.list()
+        return worker_pb2.ListAdaptersResponse(adapters=map(held_adapter, reports))
+
     async def Reset(self, request: worker_pb2.ResetRequest, _context: _Context) -> worker_pb2.ResetResponse:
         """See worker.proto."""
         with self._call():
@@ -245,4 +270,5 @@ def _load_summary(summary: LoadSummary) -> worker_pb2.LoadSummary:
             for phase in summary.phases
         ],
         mapped_bytes=summary.mapped_bytes,
+        adapter_slot_count=summary.num_adapter_slots,
     )

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from worker_service.runtime.errors import RuntimeFailure
 
@@ -127,6 +128,18 @@ class AdapterTable:
         resident = self._resident.get(host.fingerprint)
         users = 0 if resident is None else resident.num_users
         return AdapterReport(host.fingerprint, host.path, host.rank, host.packed.num_bytes, resident is not None, users)
+
+
+class NoAdapters:
+    """The adapters of a runtime that takes none."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+        self.table = AdapterTable(lambda packed: packed.weights, num_slots=0, max_bytes=0)
+
+    def reader(self) -> NoReturn:
+        """Raises RuntimeFailure "unsupported"."""
+        raise RuntimeFailure("unsupported", self._problem)
 
 
 class SequenceAdapters:

@@ -22,6 +22,7 @@ from loader.shares import RankPlace
 from loader.tokenizer import load_tokenizer
 from stepwire.simulation.cost import CostModel, Hardware, ModelShape, StepLoad
 from stepwire.simulation.shapes import shape_of_checkpoint
+from worker_service.runtime.adapters import NoAdapters
 from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
@@ -193,6 +194,10 @@ class SimRuntime:
     def stop_profile(self) -> Profile:
         """As `start_profile`."""
         raise RuntimeFailure("invalid", "no profile was begun; call StartProfile first")
+
+    def adapters(self) -> NoAdapters:
+        """None are taken."""
+        return NoAdapters("a simulated device takes no adapters: its answers would be the same")
 
     def reset(self, phase: Phase) -> None:
         """Goes back to an earlier phase, and drops what later ones took."""

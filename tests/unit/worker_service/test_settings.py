@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from worker_service.settings import WorkerSettings, is_loopback
+from stepwire.rpc.exposure import is_loopback
+from worker_service.settings import WorkerSettings
 
 
 def test_defaults_are_for_one_machine() -> None:
