@@ -29,6 +29,7 @@ from scheduler_service.engine.step_tracing import StepTraceRule
 from scheduler_service.engine.supervision import Supervision, Unsupervised
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tokens import Tokens
+from scheduler_service.rpc.admin.adapters import AdapterRoots
 from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServicer
 from scheduler_service.rpc.flight_file import FlightFacts
 from scheduler_service.rpc.flight_log import FlightLog
@@ -98,6 +99,7 @@ class _Service:
             settings.tenant_rules,
             self._metrics,
             StepTraceRule(settings.trace_step_ratio, settings.trace_slow_step),
+            max_adapters=settings.max_adapters,
         )
         admin_keys = {} if settings.admin_key is None else {ADMIN_SERVICE_NAME: settings.admin_key}
         self._server = create_server(
@@ -105,7 +107,8 @@ class _Service:
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._engine), self._server)
         if admin_keys:
-            servicer = AdminServicer(self._engine, lambda: self._flight_log)
+            roots = AdapterRoots(settings.adapter_roots, settings.host)
+            servicer = AdminServicer(self._engine, lambda: self._flight_log, roots)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, self._server)
         self._health = _Health(self._engine, add_standard_services(self._server, [SERVICE_NAME, *admin_keys]))
         self._stop = asyncio.Event()
@@ -179,6 +182,8 @@ class _Service:
                 checkpoint = await asyncio.to_thread(check_before_start, path, wish_of(settings))
             plan = start_plan(settings, checkpoint, path)
             starter = GroupStarter(self._workers, plan, self._tracer, supervision=self._supervision)
+            adapters = self._engine.adapters
+            starter.hooks.append(lambda ports: adapters.add_all(ports, starter.epoch))
             model, started = await _both(
                 asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len), starter.start()
             )
@@ -193,7 +198,11 @@ class _Service:
                 max_queued_tokens=settings.max_queued_tokens,
                 ageing_s=settings.ageing_seconds,
                 tenant_weights=settings.tenant_rules.weights,
+                max_running_adapters=started.summary.num_adapter_slots or None,
             )
+            with startup_phase(self._tracer, "load_adapters", started.epoch):
+                for name, adapter_path in settings.adapters.items():
+                    await adapters.load(name, adapter_path)
             flight = FlightRecorder(settings.flight_steps)
             self._flight_log = FlightLog(flight, settings.flight_dir, FlightFacts.of(plan, started))
             life = LifePlan(

@@ -1,5 +1,6 @@
 """Everything an operator can set about a scheduler. The command line is generated from these fields."""
 
+import os
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -11,6 +12,25 @@ from scheduler_service.engine.tenants import (
     parse_priorities,
     parse_weights,
 )
+from scheduler_service.engine.validate import check_adapter_name
+from stepwire.rpc.errors import StepwireError
+
+
+def parse_adapters(entries: list[str]) -> dict[str, str]:
+    """Paths by name of entries NAME=PATH, made absolute. Raises ValueError."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, separator, path = entry.partition("=")
+        if not separator or not path:
+            raise ValueError(f"{entry!r} is not NAME=PATH")
+        try:
+            check_adapter_name("name", name)
+        except StepwireError as error:
+            raise ValueError(f"{entry!r}: {error}") from error
+        if name in found:
+            raise ValueError(f"{name} is named twice")
+        found[name] = os.path.abspath(os.path.expanduser(path))
+    return found
 
 
 class SchedulerSettings(BaseModel):
@@ -132,6 +152,15 @@ class SchedulerSettings(BaseModel):
         repr=False,
         description="Key that AdminService asks for, another one than the cluster key; without it there is none.",
     )
+    adapter: list[str] = Field(
+        default=[], description="LoRA adapter to load at the start, as NAME=PATH; workers read it under that path."
+    )
+    max_adapters: int = Field(default=64, ge=1, le=1024, description="Most adapters that are loaded.")
+    adapter_roots: list[str] = Field(
+        default=[],
+        max_length=64,
+        description="Folders that adapters may be loaded from while serving; empty allows any path, on loopback only.",
+    )
     otlp_endpoint: str | None = Field(
         default=None, description="OTLP/gRPC endpoint for traces, such as http://127.0.0.1:4317; none sends no traces."
     )
@@ -164,6 +193,17 @@ class SchedulerSettings(BaseModel):
         return TenantRules(
             parse_weights(self.tenant_weights), parse_priorities(self.tenant_max_priorities), self.max_priority
         )
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters to load at the start: paths by name."""
+        return parse_adapters(self.adapter)
+
+    @field_validator("adapter")
+    @classmethod
+    def _check_adapters(cls, entries: list[str]) -> list[str]:
+        parse_adapters(entries)
+        return entries
 
     @field_validator("tenant_weights")
     @classmethod

@@ -13,7 +13,8 @@ class SchedulerConfig:
     `max_running` caps sequences that hold blocks, `max_step_tokens` the tokens of one step,
     `max_queued_requests` the sequences that may wait, `max_queued_tokens` their prompt tokens.
     A waiting sequence gains one of effective priority every `ageing_s` seconds. `tenant_weights`
-    are shares of the device; a tenant that is not named has 1.
+    are shares of the device; a tenant that is not named has 1. Running sequences have at most
+    `max_running_adapters` different adapters; None for any number.
     """
 
     num_blocks: int
@@ -26,6 +27,7 @@ class SchedulerConfig:
     max_queued_tokens: int = 1_000_000
     ageing_s: float = 30.0
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    max_running_adapters: int | None = None
 
     def __post_init__(self) -> None:
         for name in (*_COUNTS, "max_queued_tokens"):

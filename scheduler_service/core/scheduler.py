@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import cast
 
+from scheduler_service.core.adapters import has_adapter_place
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.deadlines import Deadlines
 from scheduler_service.core.errors import DuplicateRequest, NeverFits, QueueFull
@@ -382,6 +383,8 @@ class Scheduler:
         """The cached prefix of a waiting sequence, or None when there is no place or too few blocks for it."""
         if len(self._running) >= self.config.max_running:
             return None
+        if not has_adapter_place(sequence, self._running, self.config.max_running_adapters):
+            return None
         hits = self._blocks.find_prefix(sequence)
         return None if self._blocks.num_lacking(sequence, hits) else hits
 
@@ -452,6 +455,8 @@ class Scheduler:
         if self._hits_if_startable(head) is not None:
             return
         lower = [s for s in self._running if s.request.priority < head.request.priority]
+        if not has_adapter_place(head, self._running[: -len(lower)], self.config.max_running_adapters):
+            return
         lacking = self._blocks.num_lacking(head, self._blocks.find_prefix(head))
         if sum(self._blocks.num_released_by(s) + self._blocks.num_owed(s) for s in lower) < lacking:
             return

@@ -14,6 +14,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.plan import StepResult
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.engine.adapters import Adapters
 from scheduler_service.engine.best_of import BestOf
 from scheduler_service.engine.causes import EpochEnd
 from scheduler_service.engine.ending import note_end
@@ -86,8 +87,11 @@ class Engine:
         tenants: TenantRules,
         metrics: Metrics,
         step_traces: StepTraceRule = StepTraceRule(),  # noqa: B008 - a frozen value
+        *,
+        max_adapters: int = 64,
     ) -> None:
         self.model_name = model_name
+        self.adapters = Adapters(max_adapters)
         self.failed: asyncio.Future[StepwireError] = asyncio.get_running_loop().create_future()
         self._tenants = tenants
         self._metrics = EngineMetrics(
@@ -181,6 +185,7 @@ class Engine:
         """Ends loop, group and helpers. Requests must have ended."""
         if self._loop is not None:
             await self._loop.close()
+        await self.adapters.close()
         if self._group is not None:
             await self._group.close()
         if self._model is not None:
@@ -255,12 +260,13 @@ class Engine:
         try:
             self._check_model(call.model)
             self._require_open()
-            live, seed = await self._admit(call, request_id, trace, arrival)
-            yield Started(request_id, seed, self.model_name, len(live.request.prompt_token_ids))
-            while (output := await live.stream.get()) is not None:
-                yield output
-            error = None
-            yield live.finished()
+            with self.adapters.used(call.adapter) as adapter:
+                live, seed = await self._admit(call, request_id, trace, arrival, adapter)
+                yield Started(request_id, seed, self.model_name, len(live.request.prompt_token_ids))
+                while (output := await live.stream.get()) is not None:
+                    yield output
+                error = None
+                yield live.finished()
         except StepwireError as raised:
             error = raised
             raise
@@ -286,7 +292,7 @@ class Engine:
     # Admission.
 
     async def _admit(
-        self, call: GenerateInput, request_id: str, trace: RequestTrace, arrival: float
+        self, call: GenerateInput, request_id: str, trace: RequestTrace, arrival: float, adapter: str
     ) -> tuple[LiveRequest, int]:
         loop, validator, served = self._require_model()
         checked = validator.check(call)
@@ -307,6 +313,7 @@ class Engine:
             n=checked.num_sequences,
             priority=call.priority,
             tenant=call.tenant,
+            adapter=adapter,
             # Whoever shares a prefix cache can time what others asked for.
             cache_salt=call.tenant,
             deadline=None if call.deadline_s is None else arrival + call.deadline_s,

@@ -91,6 +91,7 @@ class LoadSummary:
     duration_s: float
     phases: tuple[LoadPhase, ...] = ()
     mapped_bytes: int = 0
+    num_adapter_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +165,39 @@ class StepStream(Protocol):
         """Ends the stream."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """An adapter that a worker holds; `num_bytes` of its own part."""
+
+    fingerprint: str
+    path: str
+    rank: int
+    num_bytes: int
+
+
+class AdapterPort(Protocol):
+    """The adapters of one worker. Every method raises StepwireError when the call fails."""
+
+    async def add(self, epoch: int, path: str, fingerprint: str) -> HeldAdapter:
+        """Has it hold an adapter, which must have that fingerprint unless it is empty."""
+
+    async def remove(self, epoch: int, fingerprint: str) -> None:
+        """Has it forget an adapter, if it holds it."""
+
+    async def list(self) -> list[HeldAdapter]:
+        """Those that it holds."""
+
+
 class WorkerPort(Protocol):
     """One worker. Every method raises StepwireError when the call fails."""
 
     @property
     def address(self) -> str:
         """Where it is, host:port."""
+
+    @property
+    def adapters(self) -> AdapterPort:
+        """Its adapters."""
 
     async def get_status(self, *, timeout_s: float) -> WorkerStatus:
         """How it stands."""

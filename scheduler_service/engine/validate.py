@@ -14,6 +14,8 @@ from scheduler_service.engine.values import ChatPrompt, GenerateInput, Prompt, S
 from stepwire.rpc.errors import StepwireError
 
 MAX_REQUEST_ID = 128
+MAX_ADAPTER_NAME = 128
+MAX_PATH = 4096
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 128
@@ -227,6 +229,24 @@ class Validator:
                 f"{self._max_model_len}; shorten the prompt, or lower max_tokens to at most {left} or leave it out",
                 {**metadata, "max_tokens": str(max_tokens)},
             )
+
+
+def check_adapter_name(field: str, name: str) -> None:
+    """Raises FIELD_OUT_OF_RANGE or FIELD_INVALID for what cannot be an adapter's name."""
+    if not 1 <= len(name) <= MAX_ADAPTER_NAME:
+        raise _out_of_range(field, f"{len(name)} characters", f"1 to {MAX_ADAPTER_NAME} characters")
+    if not all("!" <= character <= "~" and character not in ",=" for character in name):
+        text = f"{field} may hold printable ASCII characters without spaces, commas and equals signs only"
+        raise StepwireError("FIELD_INVALID", text, {"field": field})
+
+
+def check_adapter_path(field: str, path: str) -> None:
+    """Raises FIELD_OUT_OF_RANGE or FIELD_INVALID for what is no absolute path."""
+    if not 1 <= len(path) <= MAX_PATH:
+        raise _out_of_range(field, f"{len(path)} characters", f"1 to {MAX_PATH} characters")
+    if not path.startswith("/") or "\0" in path:
+        text = f"{field} {path[:256]!r} is no absolute path: name the directory as it is on the workers' hosts"
+        raise StepwireError("FIELD_INVALID", text, {"field": field, "found": path[:256]})
 
 
 def _check_request_id(request_id: str) -> None:

@@ -63,6 +63,7 @@ def generate_input(request: pb.GenerateRequest, deadline_s: float | None, tenant
         request_id=request.request_id,
         tenant=tenant,
         priority=request.priority,
+        adapter=request.adapter,
         deadline_s=deadline_s,
         max_draft_tokens=_max_draft_tokens(request),
     )

@@ -28,6 +28,7 @@ from scheduler_service.engine.ports import (
     WorkerStatus,
 )
 from scheduler_service.engine.values import Sampling
+from scheduler_service.rpc.worker_adapters import WorkerAdapters
 from stepwire.rpc.channel import create_channel
 from stepwire.rpc.errors import StepwireError, from_rpc_error
 from stepwire.telemetry import names
@@ -57,6 +58,7 @@ class WorkerClient:
             address, max_message_bytes=MAX_MESSAGE_BYTES, key=key, max_backoff_ms=_MAX_BACKOFF_MS
         )
         self._stub = WorkerServiceStub(self._channel)
+        self.adapters = WorkerAdapters(self._stub, self._unary)
 
     async def get_status(self, *, timeout_s: float) -> WorkerStatus:
         """How it stands."""
@@ -354,6 +356,7 @@ def new_sequence_message(new: NewSequence) -> pb.NewSequence:
         ),
         block_ids=new.block_ids,
         traceparent=request.trace,
+        adapter=request.adapter,
         prompt_logprob_start=sequence.scored,
         token_limit=sequence.kv_limit + 1 if request.max_draft_tokens else 0,
     )
@@ -411,6 +414,7 @@ def _summary(summary: pb.LoadSummary) -> LoadSummary:
         duration_s=summary.duration_ns / 1e9,
         phases=tuple(LoadPhase(phase.name, phase.duration_ns / 1e9, phase.byte_count) for phase in summary.phases),
         mapped_bytes=summary.mapped_bytes,
+        num_adapter_slots=summary.adapter_slot_count,
     )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -30,7 +31,8 @@ def chat(*, system: str | None, **options: Any) -> None:
         model = client.get_model(options["model"])
         if sys.stdin.isatty():
             click.echo(f"{model.name} on {options['target']}; {_HELP}", err=True)
-        conversation = Conversation(client, model.name, sampling_from(options), system, options["timeout"])
+        keywords = {"model": model.name, "adapter": options["adapter"], "timeout": options["timeout"]}
+        conversation = Conversation(client, sampling_from(options), system, keywords)
         while (line := _read_line()) is not None and line != "/exit":
             if line.startswith("/"):
                 _command(line, conversation)
@@ -42,12 +44,12 @@ class Conversation:
     """What was said so far, and who answers."""
 
     def __init__(
-        self, client: Client, model: str, sampling: SamplingParams, system: str | None, timeout_s: float | None
+        self, client: Client, sampling: SamplingParams, system: str | None, keywords: Mapping[str, Any]
     ) -> None:
+        """`keywords` are those of `Client.generate` beside the sampling."""
         self._client = client
-        self._model = model
         self._sampling = sampling
-        self._timeout_s = timeout_s
+        self._keywords = keywords
         self._first = () if system is None else (Message("system", system),)
         self.turns: list[Message] = []
 
@@ -65,8 +67,8 @@ class Conversation:
         parts: list[str] = []
         try:
             prompt = [*self._first, *self.turns]
-            keywords: Any = {"model": self._model, "timeout": self._timeout_s}
-            with self._client.generate(prompt, sampling=self._sampling, **keywords) as stream, ctrl_c_closes(stream):
+            stream = self._client.generate(prompt, sampling=self._sampling, **self._keywords)
+            with stream, ctrl_c_closes(stream):
                 for event in stream:
                     if isinstance(event, Output):
                         parts.append(event.text)

@@ -25,6 +25,7 @@ def connection_options(function: Callable[..., Any]) -> Callable[..., Any]:
         function
     )
     function = tenant_option(function)
+    function = click.option("--adapter", default="", help="Name of a LoRA adapter; by default none.")(function)
     function = click.option("--model", default="", help="Name of the model; by default the only one.")(function)
     return target_option(function)
 

@@ -57,7 +57,8 @@ def generate(prompt: str, *, chat: bool, system: str | None, **options: Any) -> 
         options, **{name: options[name] for name in ("n", "best_of", "logprobs", "prompt_logprobs")}
     )
     with connect(options) as client:
-        keywords = {name: options[name] for name in ("model", "request_id", "priority", "max_draft_tokens", "timeout")}
+        names = ("model", "adapter", "request_id", "priority", "max_draft_tokens", "timeout")
+        keywords = {name: options[name] for name in names}
         try:
             with client.generate(content, sampling=sampling, **keywords) as stream, ctrl_c_closes(stream):
                 for event in stream:

@@ -112,6 +112,8 @@ def _worker(settings: Settings, scheduler: SchedulerSettings, rank: int) -> Work
     }
     if num_ranks > 1 and settings.raw("device") == "cuda":
         fixed["device"] = f"cuda:{rank}"
+    if scheduler.adapter and settings.origin("adapter_slots").kind == "default":
+        fixed["adapter_slots"] = len(scheduler.adapters)
     return settings.build(WorkerSettings, **fixed)
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from google.protobuf import duration_pb2
 
-from stepwire.client._convert import UnaryCall
+from stepwire.client._convert import UnaryCall, filled
 from stepwire.client._convert import model as model_of
-from stepwire.client.admin_types import Profile, ProfileRow, RankProfile, ServerState, WorkerState
+from stepwire.client.admin_types import Adapter, Profile, ProfileRow, RankProfile, ServerState, WorkerState
 from stepwire.v1 import admin_pb2, worker_pb2
 
 
@@ -39,6 +39,37 @@ def _profile(parts: Iterable[admin_pb2.ProfileResponse]) -> Profile:
 
 def _row(row: worker_pb2.ProfileRow) -> ProfileRow:
     return ProfileRow(row.part, row.operator, row.call_count, row.cpu_ns / 1e9, row.device_ns / 1e9)
+
+
+def load_adapter(name: str, path: str) -> UnaryCall[Adapter]:
+    """Asks for an adapter to be loaded."""
+    request = filled(admin_pb2.LoadAdapterRequest, name=name, path=path)
+    return UnaryCall("LoadAdapter", request, lambda answer: _adapter(answer.adapter))
+
+
+def unload_adapter(name: str, *, wait: bool) -> UnaryCall[None]:
+    """Asks for an adapter to be taken away."""
+    return UnaryCall(
+        "UnloadAdapter", filled(admin_pb2.UnloadAdapterRequest, name=name, wait=wait), lambda _answer: None
+    )
+
+
+def list_adapters() -> UnaryCall[tuple[Adapter, ...]]:
+    """Asks for all adapters."""
+    request = admin_pb2.AdminServiceListAdaptersRequest()
+    return UnaryCall("ListAdapters", request, lambda answer: tuple(map(_adapter, answer.adapters)))
+
+
+def _adapter(message: admin_pb2.Adapter) -> Adapter:
+    return Adapter(
+        name=message.name,
+        fingerprint=message.fingerprint,
+        path=message.path,
+        rank=message.rank,
+        num_bytes=message.byte_count,
+        num_requests=message.request_count,
+        is_leaving=message.leaving,
+    )
 
 
 def _state(message: admin_pb2.GetStateResponse) -> ServerState:

@@ -35,7 +35,7 @@ _MODEL_STATES: Mapping[int, ModelState] = {
     inference_pb2.MODEL_STATE_FAILED: ModelState.FAILED,
     inference_pb2.MODEL_STATE_RECOVERING: ModelState.RECOVERING,
 }
-_REQUEST_FIELDS = ("model", "request_id", "priority")
+_REQUEST_FIELDS = ("model", "request_id", "priority", "adapter")
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
@@ -60,8 +60,8 @@ def generate_request(
     others: dict[str, Any] = {name: value for name, value in keywords.items() if name not in taken}
     params = replace(sampling or SamplingParams(), **others)
     if (num_drafts := keywords.get("max_draft_tokens")) is not None:
-        own["speculation"] = _filled(inference_pb2.Speculation, max_draft_tokens=num_drafts)
-    return _filled(inference_pb2.GenerateRequest, sampling=_sampling(params), **own, **_prompt(prompt))
+        own["speculation"] = filled(inference_pb2.Speculation, max_draft_tokens=num_drafts)
+    return filled(inference_pb2.GenerateRequest, sampling=_sampling(params), **own, **_prompt(prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,13 @@ class UnaryCall(Generic[_T]):
 
 def tokenize(prompt: str | Sequence[Message], model_name: str) -> UnaryCall[tuple[int, ...]]:
     """Raises as `generate_request` does."""
-    request = _filled(inference_pb2.TokenizeRequest, model=model_name, **_prompt(prompt))
+    request = filled(inference_pb2.TokenizeRequest, model=model_name, **_prompt(prompt))
     return UnaryCall("Tokenize", request, lambda answer: tuple(answer.token_ids))
 
 
 def detokenize(token_ids: Sequence[int], model_name: str, *, keep_special_tokens: bool) -> UnaryCall[str]:
     """Raises as `generate_request` does."""
-    request = _filled(
+    request = filled(
         inference_pb2.DetokenizeRequest,
         model=model_name,
         token_ids=list(token_ids),
@@ -92,7 +92,7 @@ def detokenize(token_ids: Sequence[int], model_name: str, *, keep_special_tokens
 
 def get_model(name: str) -> UnaryCall[Model]:
     """Raises as `generate_request` does."""
-    request = _filled(inference_pb2.GetModelRequest, model=name)
+    request = filled(inference_pb2.GetModelRequest, model=name)
     return UnaryCall("GetModel", request, lambda answer: model(answer.model))
 
 
@@ -177,7 +177,7 @@ def _sampling(params: SamplingParams) -> inference_pb2.SamplingParams:
     if isinstance(params.stop, str):
         raise TypeError("stop is a sequence of strings, not one string")
     values = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
-    return _filled(inference_pb2.SamplingParams, **{name: value for name, value in values.items() if value is not None})
+    return filled(inference_pb2.SamplingParams, **{name: value for name, value in values.items() if value is not None})
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
@@ -189,18 +189,18 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
     if items and isinstance(items[0], Message | Mapping):
         turns = [_turn(cast(Message | Mapping[str, str], item)) for item in items]
         return {"messages": inference_pb2.ChatMessages(messages=turns)}
-    return {"token_ids": _filled(inference_pb2.TokenIds, ids=items)}
+    return {"token_ids": filled(inference_pb2.TokenIds, ids=items)}
 
 
 def _turn(item: Message | Mapping[str, str]) -> inference_pb2.ChatMessage:
     if isinstance(item, Message):
-        return _filled(inference_pb2.ChatMessage, role=item.role, content=item.content)
+        return filled(inference_pb2.ChatMessage, role=item.role, content=item.content)
     if item.keys() != {"role", "content"}:
         raise TypeError(f"a message has the keys role and content, not {sorted(item)}")
-    return _filled(inference_pb2.ChatMessage, **item)
+    return filled(inference_pb2.ChatMessage, **item)
 
 
-def _filled(kind: type[_W], **values: Any) -> _W:
+def filled(kind: type[_W], **values: Any) -> _W:
     """A message with these fields, set one by one when something is wrong, to name the field that is."""
     try:
         return kind(**values)

@@ -9,7 +9,7 @@ from stepwire.client import _admin_convert, _calls
 from stepwire.client._calls import DEFAULT_TIMEOUT_S, CallFactory
 from stepwire.client._convert import UnaryCall
 from stepwire.client._sync import call_unary
-from stepwire.client.admin_types import Profile, ServerState
+from stepwire.client.admin_types import Adapter, Profile, ServerState
 from stepwire.rpc.channel import create_sync_channel
 from stepwire.v1.admin_pb2_grpc import AdminServiceStub
 
@@ -44,6 +44,21 @@ class AdminClient:
     def get_flight(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> bytes:
         """The flight recording: what `stepwire replay` reads."""
         return self._call(_admin_convert.get_flight(), timeout)
+
+    def load_adapter(self, name: str, path: str, *, timeout: float | None = None) -> Adapter:
+        """Has all workers load a LoRA adapter from a directory of their hosts; requests may name it from then on.
+
+        A name that is taken stands for the new content from then on. Takes as long as the storage.
+        """
+        return self._call(_admin_convert.load_adapter(name, path), timeout)
+
+    def unload_adapter(self, name: str, *, wait: bool = False, timeout: float | None = None) -> None:
+        """Takes an adapter away. While requests have it, it is refused, or `wait`s for them."""
+        self._call(_admin_convert.unload_adapter(name, wait=wait), timeout)
+
+    def list_adapters(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> tuple[Adapter, ...]:
+        """The adapters, by name; those that are being taken away last."""
+        return self._call(_admin_convert.list_adapters(), timeout)
 
     def close(self) -> None:
         """Cancels what is running and closes the connection."""

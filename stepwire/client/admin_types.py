@@ -52,3 +52,17 @@ class Profile:
 
     ranks: tuple[RankProfile, ...]
     timeline: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter. `fingerprint` names its content; `num_bytes` over all workers; one that `is_leaving` is gone once
+    its `num_requests` have ended."""
+
+    name: str
+    fingerprint: str
+    path: str
+    rank: int
+    num_bytes: int
+    num_requests: int
+    is_leaving: bool

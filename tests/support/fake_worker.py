@@ -65,9 +65,11 @@ def expected_scores(prompt: Sequence[int]) -> list[float]:
     return scores
 
 
-def expected_tokens(prompt: Sequence[int], num: int, choices: Sequence[int], *, seed: int, index: int = 0) -> list[int]:
+def expected_tokens(
+    prompt: Sequence[int], num: int, choices: Sequence[int], *, seed: int, index: int = 0, adapter: str = ""
+) -> list[int]:
     """The first tokens of a sequence to which nothing happens and for which no stop token is drawn."""
-    slot = b""
+    slot = adapter.encode()
     for token_id in prompt:
         slot = digest(slot, token_id)
     output: list[int] = []
@@ -86,7 +88,13 @@ class FakeSequence:
     block_ids: list[int]
     computed: int
     is_stopped: bool = False
+    is_without_adapter: bool = False
     scored: int = 0
+
+
+def first_slot(sequence: FakeSequence) -> bytes:
+    """What stands before the first KV slot: an adapter changes all that follows."""
+    return sequence.new.adapter.encode()
 
 
 @dataclass
@@ -94,7 +102,8 @@ class FakeWorker:
     """The worker's behaviour; the fields below the blank line are what tests turn.
 
     `scripts` gives a request's output tokens, `failures` the error of an RPC or, as "step 3", of a
-    step; `sequence_failures` the requests whose sequences fail at once,
+    step; `adapter_contents` what lies at an adapter's path, where others hold nothing;
+    `sequence_failures` the requests whose sequences fail at once,
     `step_failures` those whose steps fail whole. `before` is called with the name of every RPC.
     """
 
@@ -104,6 +113,8 @@ class FakeWorker:
     kv_bytes_per_token: int = 64
     max_position_count: int = 512
     fingerprint: str = "fake"
+    adapter_slots: int = 2
+    adapter_contents: dict[str, str] = field(default_factory=dict)
     architecture: str = "LlamaForCausalLM"
     process_id: int = 4711
 
@@ -114,6 +125,7 @@ class FakeWorker:
     step_delay_s: float = 0.0
     load_delay_s: float = 0.0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    adapter_gate: asyncio.Event = field(default_factory=asyncio.Event)
     is_mute: bool = False
     before: Callable[[str], None] | None = None
 
@@ -132,11 +144,13 @@ class FakeWorker:
     steps: list[pb.Step] = field(default_factory=list)
     sequences: dict[int, FakeSequence] = field(default_factory=dict)
     slots: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    adapters: dict[str, pb.HeldAdapter] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self.adapter_gate.set()
 
     def forget(self) -> None:
         """What is left in a new process: nothing. What tests turn stays."""
@@ -145,6 +159,7 @@ class FakeWorker:
         self.process_id += 1
         self.sequences.clear()
         self.slots.clear()
+        self.adapters.clear()
 
     def execute(self, step: pb.Step) -> pb.StepResult:
         """Runs a step. Raises StepwireError STATE_MISMATCH for one that no correct scheduler sends."""
@@ -160,6 +175,8 @@ class FakeWorker:
             if (failure := self.step_failures.get(self.sequences[sequence_id].new.request_id)) is not None:
                 raise failure
         result = pb.StepResult(epoch=self.epoch, step_id=step.step_id)
+        in_use = {sequence.new.adapter for sequence in self.sequences.values()} - {""}
+        _require(len(in_use) <= self.adapter_slots, f"{len(in_use)} adapters are in use at once")
         for sequence_id, num in zip(step.sequence_ids, step.scheduled_token_counts, strict=True):
             self._advance(self.sequences[sequence_id], num, result)
         return result
@@ -173,6 +190,8 @@ class FakeWorker:
             self.sequences[new.sequence_id] = FakeSequence(
                 new, list(new.token_ids), list(new.block_ids), computed_of[new.sequence_id]
             )
+            held = not new.adapter or new.adapter in self.adapters
+            self.sequences[new.sequence_id].is_without_adapter = not held
         added = iter(step.new_block_ids)
         for sequence_id, num in zip(step.sequence_ids, step.new_block_counts, strict=True):
             sequence = self.sequences.get(sequence_id)
@@ -199,6 +218,8 @@ class FakeWorker:
         if sequence.is_stopped:
             sequence.computed += num
             return
+        if sequence.is_without_adapter:
+            self.sequence_failures.setdefault(request_id, f"adapter {sequence.new.adapter!r} is not held")
         if request_id in self.sequence_failures:
             sequence.is_stopped = True
             sequence.computed += num
@@ -241,7 +262,7 @@ class FakeWorker:
         end = sequence.computed + num
         _require(num >= 1 and end <= len(sequence.token_ids), "more tokens scheduled than there are")
         _require(end <= len(sequence.block_ids) * self.block_size, "the block table is too short")
-        slot = self.slots[self._place(sequence, sequence.computed - 1)] if sequence.computed else b""
+        slot = self.slots[self._place(sequence, sequence.computed - 1)] if sequence.computed else first_slot(sequence)
         for position in range(sequence.computed, end):
             slot = digest(slot, sequence.token_ids[position])
             self.slots[self._place(sequence, position)] = slot
@@ -345,6 +366,7 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             max_position_count=worker.max_position_count,
             already_loaded=already,
             duration_ns=1,
+            adapter_slot_count=worker.adapter_slots,
         )
         yield pb.LoadModelResponse(stage="attach", loaded_bytes=200, total_bytes=200, summary=summary)
 
@@ -400,6 +422,28 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._worker.phase < pb.PHASE_CACHED:
             self._worker.num_blocks = self._worker.block_size = self._worker.max_model_len = 0
         return pb.ResetResponse(phase=self._worker.phase)  # type: ignore[arg-type]
+
+    async def AddAdapter(self, request: pb.AddAdapterRequest, context: Any) -> pb.AddAdapterResponse:
+        worker = self._worker
+        self._enter("AddAdapter", context, request.epoch)
+        await worker.adapter_gate.wait()
+        content = worker.adapter_contents.get(request.path)
+        if content is None:
+            raise StepwireError("CHECKPOINT_NOT_FOUND", f"{request.path} does not exist", {"file": request.path})
+        fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        if request.fingerprint not in ("", fingerprint):
+            raise StepwireError("CHECKPOINT_INVALID", f"{request.path} holds another adapter")
+        adapter = pb.HeldAdapter(fingerprint=fingerprint, path=request.path, rank=4, byte_count=100)
+        return pb.AddAdapterResponse(adapter=worker.adapters.setdefault(fingerprint, adapter))
+
+    async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, context: Any) -> pb.RemoveAdapterResponse:
+        self._enter("RemoveAdapter", context, request.epoch)
+        self._worker.adapters.pop(request.fingerprint, None)
+        return pb.RemoveAdapterResponse()
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Any) -> pb.ListAdaptersResponse:
+        self._enter("ListAdapters", context)
+        return pb.ListAdaptersResponse(adapters=self._worker.adapters.values())
 
     async def ExecuteModel(
         self, request_iterator: AsyncIterator[pb.ExecuteModelRequest], context: Any

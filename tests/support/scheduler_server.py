@@ -19,6 +19,7 @@ from scheduler_service.engine.supervision import Supervision
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.tokens import Tokens
+from scheduler_service.rpc.admin.adapters import AdapterRoots
 from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServicer
 from scheduler_service.rpc.flight_file import FlightFacts
 from scheduler_service.rpc.flight_log import FlightLog
@@ -103,6 +104,8 @@ async def running_scheduler(
     tenants: TenantRules | None = None,
     admin_key: str | None = None,
     flight_dir: str = "/nonexistent",
+    adapter_roots: AdapterRoots = AdapterRoots((), "127.0.0.1"),  # noqa: B008 - holds nothing that changes
+    max_adapters: int = 64,
     **plan_changes: Any,
 ) -> AsyncIterator[RunningScheduler]:
     """A scheduler that serves; with an `admin_key` it has AdminService."""
@@ -112,13 +115,15 @@ async def running_scheduler(
     await worker_server.start(tracer_provider)
     tracer = get_tracer(tracer_provider)
     metrics = Metrics()
-    engine = Engine(MODEL, tracer, tenants or TenantRules(), metrics)
+    engine = Engine(MODEL, tracer, tenants or TenantRules(), metrics, max_adapters=max_adapters)
     flight_log: FlightLog | None = None
     keys = {} if admin_key is None else {ADMIN_SERVICE_NAME: admin_key}
     server = create_server(tracer_provider=tracer_provider, max_message_bytes=64 << 20, service_keys=keys)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine), server)
     if keys:
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(engine, lambda: flight_log), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminServicer(engine, lambda: flight_log, adapter_roots), server
+        )
     add_standard_services(server, [SERVICE_NAME, *keys])
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()
@@ -127,6 +132,7 @@ async def running_scheduler(
     plan = start_plan(**plan_changes)
     try:
         starter = GroupStarter([client], plan, tracer, supervision=supervision)
+        starter.hooks.append(lambda ports: engine.adapters.add_all(ports, starter.epoch))
         started = await starter.start()
         model = ServedModel(
             architecture=plan.architecture,
@@ -143,6 +149,7 @@ async def running_scheduler(
             max_step_tokens=plan.max_step_tokens,
             max_queued_requests=max_queued_requests,
             tenant_weights={} if tenants is None else tenants.weights,
+            max_running_adapters=started.summary.num_adapter_slots or None,
         )
         flight = FlightRecorder(64)
         flight_log = FlightLog(flight, flight_dir, FlightFacts.of(plan, started))

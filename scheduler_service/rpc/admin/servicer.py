@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 
 from scheduler_service.engine.engine import Engine
+from scheduler_service.rpc.admin.adapters import AdapterCalls, AdapterRoots
 from scheduler_service.rpc.admin.diagnosis import DiagnosisCalls
 from scheduler_service.rpc.admin.state import StateCalls
 from scheduler_service.rpc.flight_log import FlightLog
@@ -19,9 +20,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """All RPCs of admin.proto. Errors are raised as StepwireError; the server has checked the admin key."""
 
-    def __init__(self, engine: Engine, flight_log: Callable[[], FlightLog | None]) -> None:
+    def __init__(self, engine: Engine, flight_log: Callable[[], FlightLog | None], adapter_roots: AdapterRoots) -> None:
         self._state = StateCalls(engine)
         self._diagnosis = DiagnosisCalls(engine, flight_log)
+        self._adapters = AdapterCalls(engine.adapters, adapter_roots)
 
     async def GetState(self, _request: admin_pb2.GetStateRequest, _context: _Context) -> admin_pb2.GetStateResponse:
         """See admin.proto."""
@@ -40,3 +42,21 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """See admin.proto."""
         async for response in self._diagnosis.flight():
             yield response
+
+    async def LoadAdapter(
+        self, request: admin_pb2.LoadAdapterRequest, _context: _Context
+    ) -> admin_pb2.LoadAdapterResponse:
+        """See admin.proto."""
+        return await self._adapters.load(request)
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, _context: _Context
+    ) -> admin_pb2.UnloadAdapterResponse:
+        """See admin.proto."""
+        return await self._adapters.unload(request)
+
+    async def ListAdapters(
+        self, _request: admin_pb2.AdminServiceListAdaptersRequest, _context: _Context
+    ) -> admin_pb2.AdminServiceListAdaptersResponse:
+        """See admin.proto."""
+        return self._adapters.list()

@@ -2,6 +2,7 @@
 
 import click
 
+from stepwire.cli.admin.adapters import adapters, load_adapter, unload_adapter
 from stepwire.cli.admin.flight import flight
 from stepwire.cli.admin.state import state
 
@@ -11,5 +12,5 @@ def admin() -> None:
     """Operate a server that was started with an admin key (--admin-key, STEPWIRE_ADMIN_KEY)."""
 
 
-admin.add_command(state)
-admin.add_command(flight)
+for command in (state, flight, adapters, load_adapter, unload_adapter):
+    admin.add_command(command)

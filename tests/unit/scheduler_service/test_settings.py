@@ -1,5 +1,7 @@
 """The scheduler's settings."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
@@ -29,3 +31,12 @@ def test_the_admin_key_is_a_key_of_its_own_and_is_never_shown() -> None:
     assert "a-key-for-operators" not in repr(settings)
     with pytest.raises(ValidationError, match="admin_key is the cluster_key"):
         SchedulerSettings(model="m", admin_key="one-key-for-both-", cluster_key="one-key-for-both-")
+
+
+def test_adapters_are_named_and_their_paths_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = SchedulerSettings(model="m", adapter=["one=/a/b", "two=here/c=d"])
+    assert settings.adapters == {"one": "/a/b", "two": str(tmp_path / "here/c=d")}
+    for entries, text in ((["one"], "not NAME=PATH"), (["=/a"], "characters"), (["a=/a", "a=/b"], "twice")):
+        with pytest.raises(ValidationError, match=text):
+            SchedulerSettings(model="m", adapter=entries)

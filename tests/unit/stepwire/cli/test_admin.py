@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,7 +16,23 @@ KEY = "an-admin-key-of-some-length"
 
 
 class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
-    """Answers one state to whoever has the key."""
+    """Answers one state to whoever has the key; notes what it was asked of adapters."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def LoadAdapter(self, request: Any, _context: grpc.ServicerContext) -> admin_pb2.LoadAdapterResponse:
+        self.asked.append(request)
+        adapter = admin_pb2.Adapter(name=request.name, fingerprint="f" * 64, path=request.path, rank=8, byte_count=9)
+        return admin_pb2.LoadAdapterResponse(adapter=adapter)
+
+    def UnloadAdapter(self, request: Any, _context: grpc.ServicerContext) -> admin_pb2.UnloadAdapterResponse:
+        self.asked.append(request)
+        return admin_pb2.UnloadAdapterResponse()
+
+    def ListAdapters(self, _request: Any, _context: grpc.ServicerContext) -> admin_pb2.AdminServiceListAdaptersResponse:
+        adapters = [admin_pb2.Adapter(name=name, rank=4, leaving=name == "b") for name in "ab"]
+        return admin_pb2.AdminServiceListAdaptersResponse(adapters=adapters)
 
     def GetState(
         self, _request: admin_pb2.GetStateRequest, context: grpc.ServicerContext
@@ -30,9 +47,14 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
 
 
 @pytest.fixture
-def target() -> Iterator[str]:
+def service() -> FakeAdmin:
+    return FakeAdmin()
+
+
+@pytest.fixture
+def target(service: FakeAdmin) -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(FakeAdmin(), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"
@@ -63,3 +85,20 @@ def test_what_is_wrong_is_said(run_command: Callable[..., Any], command: Any, ta
     assert "has no AdminService" in command("admin", "state", "--admin-key", KEY).stderr
     done = run_command("admin", "state", "--target", "127.0.0.1:1", "--admin-key", KEY)
     assert "nobody listens on 127.0.0.1:1" in done.stderr
+
+
+def test_adapters_are_loaded_listed_and_unloaded(
+    run_command: Callable[..., Any], target: str, service: FakeAdmin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STEPWIRE_ADMIN_KEY", KEY)
+    monkeypatch.setenv("STEPWIRE_TARGET", target)
+    monkeypatch.chdir(tmp_path)
+    assert "mine: rank 8, 9 bytes" in run_command("admin", "load-adapter", "mine", "folder").stdout
+    assert run_command("admin", "unload-adapter", "mine", "--wait").stdout == "mine is unloaded\n"
+    assert service.asked == [
+        admin_pb2.LoadAdapterRequest(name="mine", path=str(tmp_path / "folder")),
+        admin_pb2.UnloadAdapterRequest(name="mine", wait=True),
+    ]
+    lines = run_command("admin", "adapters").stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [["NAME", "RANK"], ["a", "4"], ["b", "(leaving)"]]
+    assert [entry["name"] for entry in json.loads(run_command("admin", "adapters", "--json").stdout)] == ["a", "b"]

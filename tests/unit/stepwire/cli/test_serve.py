@@ -73,6 +73,15 @@ def test_a_size_that_is_none_names_its_flag(flags: dict[str, str], text: str) ->
         plan(given(**flags))
 
 
+def test_the_worker_has_places_for_the_adapters_that_are_named() -> None:
+    named = ("one=/a", "two=/b")
+    assert [worker.adapter_slots for worker in plan(given())[1]] == [0]
+    assert [worker.adapter_slots for worker in plan(given(adapter=named, tp="2"))[1]] == [2, 2]
+    scheduler, (worker,), _ = plan(given(adapter=named, adapter_slots="5", max_adapter_rank="8"))
+    assert (worker.adapter_slots, worker.max_adapter_rank) == (5, 8)
+    assert scheduler.adapters == {"one": "/a", "two": "/b"}
+
+
 def test_a_free_port_is_chosen_before_the_start() -> None:
     assert plan(given(port="0"))[0].port > 0
 
