@@ -49,6 +49,7 @@ def test_every_sampling_flag_reaches_the_request(command: Any) -> None:
         "frequency-penalty": -0.5,
         "n": 1,
         "best-of": 3,
+        "prompt-logprobs": 2,
         "logprobs": 1,
     }
     arguments = [part for name, value in flags.items() for part in (f"--{name}", str(value))]

@@ -1,92 +1,19 @@
-"""The sampler against a reference that looks at one row at a time, and against the law of large numbers."""
+"""The sampler against a reference that looks at one row at a time. Its frequencies: test_frequencies.py."""
 
 import math
 import random
-from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.sampling import Rows, reference_scores, reference_weights
 from worker_service.runtime.draws import FAR, NEAR, RUN, nucleus_limits, pick
 from worker_service.runtime.rng import uniforms
-from worker_service.runtime.sampler import Sampled, Sampler
-from worker_service.runtime.sequences import SamplingColumns
 from worker_service.runtime.step import Sampling
 
 CPU = torch.device("cpu")
-
-
-class Rows:
-    """Sequences for a sampler: row i is the i-th sampling."""
-
-    def __init__(self, samplings: list[Sampling], vocab: int, history: list[tuple[list[int], list[int]]] | None = None):
-        self.columns = SamplingColumns()
-        self.columns.grow(len(samplings))
-        self.sampler = Sampler(vocab, CPU)
-        self.history = history or [([], [])] * len(samplings)
-        for row, sampling in enumerate(samplings):
-            self.columns.set(row, sampling, vocab)
-            if self.columns.has_penalty[row]:
-                prompt, output = (np.asarray(ids, np.int64) for ids in self.history[row])
-                self.sampler.penalties.add(row, prompt, output)
-            if self.columns.has_edits[row]:
-                self.sampler.edits.add(row, sampling)
-
-    def sample(self, logits: torch.Tensor, rows: list[int] | None = None) -> Sampled:
-        chosen = np.asarray(rows if rows is not None else range(len(logits)), np.int64)
-        num_outputs = np.asarray([len(self.history[row][1]) for row in chosen], np.int64)
-        return self.sampler.sample(logits, chosen, num_outputs, self.columns)
-
-
-def reference_scores(logits: list[float], sampling: Sampling, prompt: list[int], output: list[int]) -> list[float]:
-    scores, counts = list(logits), Counter(output)
-    for token, bias in zip(sampling.biased_token_ids, sampling.biases, strict=True):
-        scores[token] += bias
-    for token in {*prompt, *output}:
-        factor = sampling.repetition_penalty
-        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
-    for token, count in counts.items():
-        scores[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
-    if len(output) < sampling.min_tokens:
-        for token in sampling.stop_token_ids:
-            scores[token] = -math.inf
-    for token in range(len(scores)):
-        if token in sampling.banned_token_ids or token not in (sampling.allowed_token_ids or (token,)):
-            scores[token] = -math.inf
-    return scores
-
-
-def reference_weights(scores: list[float], sampling: Sampling) -> list[float]:
-    """Unnormalised probabilities after temperature, top_k, top_p and min_p; ties at a border stay in."""
-    peak = max(scores)
-    weights = [math.exp((score - peak) / sampling.temperature) for score in scores]
-    if sampling.top_k:
-        least = sorted(weights, reverse=True)[: sampling.top_k][-1]
-        weights = [weight if weight >= least else 0.0 for weight in weights]
-    if sampling.top_p < 1.0:
-        total, kept, least = sum(weights), 0.0, 0.0
-        for least in sorted(weights, reverse=True):
-            kept += least
-            if kept >= sampling.top_p * total:
-                break
-        weights = [weight if weight >= least else 0.0 for weight in weights]
-    weights = [weight if weight >= sampling.min_p else 0.0 for weight in weights]
-    if sampling.typical_p < 1.0:
-        total, kept, farthest = sum(weights), 0.0, 0.0
-        shares = {token: weight / total for token, weight in enumerate(weights) if weight}
-        entropy = -sum(share * math.log(share) for share in shares.values())
-        distances = {token: abs(-math.log(share) - entropy) for token, share in shares.items()}
-        for token in sorted(distances, key=distances.__getitem__):
-            kept, farthest = kept + shares[token], distances[token]
-            if kept >= sampling.typical_p:
-                break
-        weights = [
-            weight if distances.get(token, math.inf) <= farthest else 0.0 for token, weight in enumerate(weights)
-        ]
-    return weights
 
 
 def reference_token(logits: list[float], sampling: Sampling, prompt: list[int], output: list[int]) -> int:
@@ -151,51 +78,6 @@ def test_every_row_equals_the_reference(vocab: int) -> None:
     assert sampled.token_ids.tolist() == expected
     assert not sampled.failed.any()
     assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(temperature=1.0),
-        Sampling(temperature=0.6),
-        Sampling(temperature=2.0, top_k=6),
-        Sampling(temperature=1.0, top_p=0.8),
-        Sampling(temperature=1.5, min_p=0.2),
-        Sampling(temperature=1.2, top_k=9, top_p=0.9, min_p=0.02),
-        Sampling(temperature=1.0, repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.4),
-        Sampling(temperature=1.0, typical_p=0.6),
-        Sampling(temperature=1.3, top_p=0.9, typical_p=0.8),
-        Sampling(temperature=1.0, biased_token_ids=(1, 15), biases=(-2.0, 3.5)),
-        Sampling(temperature=1.0, banned_token_ids=(0, 2, 3)),
-        Sampling(temperature=2.0, allowed_token_ids=(4, 5, 9, 11), biased_token_ids=(5,), biases=(1.0,)),
-        Sampling(
-            temperature=1.5,
-            top_k=12,
-            top_p=0.95,
-            typical_p=0.9,
-            frequency_penalty=0.4,
-            banned_token_ids=(1,),
-            biased_token_ids=(8,),
-            biases=(2.0,),
-        ),
-    ],
-)
-def test_frequencies_are_the_probabilities(sampling: Sampling) -> None:
-    vocab, num_draws = 16, 20_000
-    logits = torch.linspace(2.0, -2.0, vocab)
-    past = ([0, 3], [0, 0, 5])
-    samplings = [replace(sampling, seed=seed) for seed in range(num_draws)]
-    sampled = Rows(samplings, vocab, [past] * num_draws).sample(logits.expand(num_draws, -1))
-    weights = reference_weights(reference_scores(logits.double().tolist(), sampling, *past), sampling)
-    counts = Counter(sampled.token_ids.tolist())
-    assert {token for token in range(vocab) if weights[token] == 0.0}.isdisjoint(counts)
-    expected = [num_draws * weight / sum(weights) for weight in weights if weight]
-    seen = [counts[token] for token in range(vocab) if weights[token]]
-    chi_square = sum((have - want) ** 2 / want for have, want in zip(seen, expected, strict=True))
-    # Wilson and Hilferty's bound that chi-square passes once in ten thousand times; the seeds are fixed.
-    freedom = max(1, len(expected) - 1)
-    bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
-    assert chi_square < bound
 
 
 def test_positions_and_indices_draw_independently() -> None:
