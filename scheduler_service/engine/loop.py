@@ -116,6 +116,9 @@ class StepLoop:
     def submit(self, live: LiveRequest) -> None:
         """Lets a request wait. Raises StepwireError when it is refused; then nothing has changed."""
         try:
+            if live.request.request_id in self._live:
+                # The core may have forgotten it already: its last tokens are still on their way.
+                raise DuplicateRequest(live.request.request_id)
             sequences = self._scheduler.add_request(live.request)
         except NeverFits as error:
             metadata = {"needed_blocks": str(error.needed_blocks), "num_blocks": str(error.num_blocks)}

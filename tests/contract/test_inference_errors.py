@@ -182,6 +182,20 @@ async def test_max_tokens_left_out_takes_what_the_context_leaves() -> None:
         assert len(tokens_of(responses)) == 4
 
 
+async def test_a_request_id_is_taken_until_its_last_token_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_scheduler() as scheduler:
+        pipeline: Any = scheduler.engine._loop._pipeline  # type: ignore[union-attr]
+        submit, held = pipeline.submit, []
+        monkeypatch.setattr(pipeline, "submit", held.append)
+        first = asyncio.create_task(scheduler.generate(text="x", request_id="same", sampling=sampling(max_tokens=1)))
+        await until(lambda: bool(held) and scheduler.engine.model_info().num_running == 0)
+        assert (await scheduler.error_of(text="x", request_id="same")).reason == "REQUEST_ALREADY_EXISTS"
+        monkeypatch.setattr(pipeline, "submit", submit)
+        for work in held:
+            submit(work)
+        assert len(tokens_of(await first)) == 1
+
+
 async def test_a_request_id_is_taken_as_long_as_its_request_lives() -> None:
     async with running_scheduler() as scheduler:
         scheduler.worker.gate.clear()
