@@ -162,6 +162,8 @@ BAD_INTEGERS = {
     "top_k": (-1, INT32_MIN),
     "n": (0, -1, 65, INT32_MAX, INT32_MIN),
     "logprobs": (-1, 21, INT32_MAX, INT32_MIN),
+    "best_of": (0, -1, 65, INT32_MAX, INT32_MIN),
+    "prompt_logprobs": (-1, 21, INT32_MAX, INT32_MIN),
 }
 BAD_LISTS = {
     "stop": ([""], ["x" * 1025], ["x"] * 17),
@@ -197,6 +199,7 @@ def test_extremes_that_are_allowed_are_served(server: Server) -> None:
         {"repetition_penalty": 1e-38},
         {"repetition_penalty": 100.0, "presence_penalty": -2.0, "frequency_penalty": -2.0},
         {"n": 64, "logprobs": 20},
+        {"n": 2, "prompt_logprobs": 20, "best_of": 64},
         {"stop_token_ids": [VOCAB_SIZE - 1] * 128, "min_tokens": 4},
         {"typical_p": 1e-38, "logit_bias": {0: 100.0, VOCAB_SIZE - 1: -100.0}},
         {"allowed_token_ids": [VOCAB_SIZE - 1] * 16384, "n": 64},
@@ -206,6 +209,7 @@ def test_extremes_that_are_allowed_are_served(server: Server) -> None:
     with server.client() as client:
         for fields in extremes:
             completion = client.complete("abc", max_tokens=4, ignore_eos=True, priority=100, **fields)
+            assert len(completion.sequences) == fields.get("n", 1)
             assert {len(sequence.token_ids) for sequence in completion.sequences} == {4}, fields
             assert all(0 <= i < VOCAB_SIZE for sequence in completion.sequences for i in sequence.token_ids)
 
