@@ -54,6 +54,16 @@ class LiveSequences:
             self.held_back[sequences[0].sequence_id] = sequences[1:]
         return sequences
 
+    def adopt(self, sequences: list[Sequence]) -> None:
+        """Takes the sequences of one request that lived elsewhere, and gives them ids of its own; none is held back."""
+        request = sequences[0].request
+        for sequence in sequences:
+            sequence.sequence_id = self._new_id()
+        self._of_request[request.request_id] = list(sequences)
+        self.by_id.update((sequence.sequence_id, sequence) for sequence in sequences)
+        if request.max_draft_tokens:
+            self.num_speculating += len(sequences)
+
     def remove(self, sequence: Sequence) -> None:
         """Takes out a sequence that has ended and is not held back."""
         del self.by_id[sequence.sequence_id]

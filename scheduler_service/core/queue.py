@@ -133,6 +133,10 @@ class WaitingQueue:
         """Counts out a sequence that waited here and has just left the WAITING state, other than by `pop`."""
         self._depart()
 
+    def forget_departed(self) -> None:
+        """Drops what is left here of those that have gone."""
+        self._rebuild()
+
     def _depart(self) -> None:
         self._num_live -= 1
         # Lifts leave entries behind in the levels, starts leave them in `_ageing`.

@@ -18,7 +18,8 @@ The rules that make this exact are those of the design, "In flight":
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import cast
 
 from scheduler_service.core.adapters import has_adapter_place
@@ -150,6 +151,49 @@ class Scheduler:
         if sequence is not None:
             self._finish(sequence, reason)
 
+    def withdraw(self, request_ids: Iterable[str]) -> list[list[Sequence]]:
+        """Gives up what lives of some requests, for other schedulers to adopt; of each that lives its sequences.
+
+        Answers that are in flight to them are ignored.
+        """
+        withdrawn = [sequences for request_id in request_ids if (sequences := self.sequences_of(request_id))]
+        for sequence in chain.from_iterable(withdrawn):
+            sequence.num_preemptions += sequence.state is not SequenceState.WAITING
+            self._take_out(sequence, publish_tokens=len(sequence.token_ids) - 1)
+            sequence.pending = sequence.possible = 0
+        # What it remembers of them must not be taken for theirs where they will wait.
+        self._waiting.forget_departed()
+        return withdrawn
+
+    def adopt(self, sequences: list[Sequence]) -> None:
+        """Takes the live sequences of a request that another scheduler has withdrawn; they wait, as if preempted.
+
+        What was accepted once is not refused for a full queue. Raises DuplicateRequest or NeverFits, and then nothing
+        has changed.
+        """
+        request = sequences[0].request
+        self._check_fits(request)
+        now = self._clock()
+        self._live.adopt(sequences)
+        self._tenants.enter(request.tenant, len(sequences))
+        for sequence in sequences:
+            self._waiting.push(sequence, now)
+            self._queued_tokens += len(sequence.token_ids)
+        if request.deadline is not None:
+            self._deadlines.add(request, now, self._live.is_live)
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of a request's prompt that the prefix cache would spare it now. Changes nothing."""
+        if self._blocks.num_leading_tokens(request) == 0:
+            return 0
+        probe = Sequence(0, 0, request, 0.0, list(request.prompt_token_ids), 0, self._blocks.key_chain(request))
+        return len(self._blocks.find_prefix(probe)) * self.config.block_size
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of the sequences that wait."""
+        return self._queued_tokens
+
     def expire(self) -> list[EndEvent]:
         """Ends the requests whose deadline has passed, and those that have not started and cannot meet it any more."""
         ended: list[EndEvent] = []
@@ -262,13 +306,17 @@ class Scheduler:
 
     # Admission.
 
-    def _check_admissible(self, request: Request) -> None:
-        config, prompt_len = self.config, len(request.prompt_token_ids)
+    def _check_fits(self, request: Request) -> None:
+        config = self.config
         if request.request_id in self._live:
             raise DuplicateRequest(request.request_id)
-        needed = self._blocks.num_blocks_for(prompt_len + request.max_tokens - 1)
+        needed = self._blocks.num_blocks_for(len(request.prompt_token_ids) + request.max_tokens - 1)
         if needed > config.num_blocks:
             raise NeverFits(needed, config.num_blocks, config.num_blocks * config.block_size + 1)
+
+    def _check_admissible(self, request: Request) -> None:
+        self._check_fits(request)
+        config, prompt_len = self.config, len(request.prompt_token_ids)
         self.check_queue(request.n)
         if self._queued_tokens and self._queued_tokens + request.n * prompt_len > config.max_queued_tokens:
             raise QueueFull("prompt tokens", config.max_queued_tokens, self.stats.seconds_for(self._queued_tokens))
@@ -544,12 +592,15 @@ class Scheduler:
             events.append(PromptEvent(sequence, part))
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Takes a live sequence out of wherever it stands; its blocks are free from now on."""
-        state = sequence.state
-        sequence.state, sequence.finish_reason = SequenceState.FINISHED, reason
+        """Ends a live sequence; its blocks are free from now on."""
+        # The last token's own KV may never be written: of a stop token it is not.
+        self._take_out(sequence, publish_tokens=0 if reason is FinishReason.ERROR else len(sequence.token_ids) - 1)
+        sequence.finish_reason = reason
+
+    def _take_out(self, sequence: Sequence, *, publish_tokens: int) -> None:
+        """Takes a live sequence out of wherever it stands, its blocks from it, and lets its siblings go on."""
+        state, sequence.state = sequence.state, SequenceState.FINISHED
         if state is SequenceState.RUNNING:
-            # The last token's own KV may never be written: of a stop token it is not.
-            publish_tokens = 0 if reason is FinishReason.ERROR else len(sequence.token_ids) - 1
             self._running.remove(sequence)
             self._blocks.release(sequence, publish_tokens=publish_tokens)
             self._finished_ids.append(sequence.sequence_id)
