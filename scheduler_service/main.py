@@ -194,6 +194,8 @@ class _Service:
                 max_running=settings.max_num_seqs,
                 max_step_tokens=settings.max_num_batched_tokens,
                 prefix_caching=settings.prefix_caching,
+                max_in_flight=settings.pp + 1,
+                num_stages=settings.pp,
                 max_queued_requests=settings.max_queued_requests,
                 max_queued_tokens=settings.max_queued_tokens,
                 ageing_s=settings.ageing_seconds,

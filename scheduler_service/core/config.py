@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_COUNTS = ("num_blocks", "block_size", "max_running", "max_step_tokens", "max_in_flight", "max_queued_requests")
+_COUNTS = (
+    "num_blocks",
+    "block_size",
+    "max_running",
+    "max_step_tokens",
+    "max_in_flight",
+    "num_stages",
+    "max_queued_requests",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +20,7 @@ class SchedulerConfig:
 
     `max_running` caps sequences that hold blocks, `max_step_tokens` the tokens of one step,
     `max_queued_requests` the sequences that may wait, `max_queued_tokens` their prompt tokens.
+    With more than one pipeline stage, `num_stages`, a sequence has at most one step in flight.
     A waiting sequence gains one of effective priority every `ageing_s` seconds. `tenant_weights`
     are shares of the device; a tenant that is not named has 1. Running sequences have at most
     `max_running_adapters` different adapters; None for any number.
@@ -23,6 +32,7 @@ class SchedulerConfig:
     max_step_tokens: int
     prefix_caching: bool = True
     max_in_flight: int = 2
+    num_stages: int = 1
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
     ageing_s: float = 30.0

@@ -23,6 +23,7 @@ from itertools import chain
 from typing import cast
 
 from scheduler_service.core.adapters import has_adapter_place
+from scheduler_service.core.cohorts import cohort_size, ready_sequences
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.deadlines import Deadlines
 from scheduler_service.core.errors import DuplicateRequest, NeverFits, QueueFull
@@ -348,9 +349,14 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan) -> int:
         """Gives each running sequence its tokens, most important first; returns the budget left."""
         budget, blocks, running = self.config.max_step_tokens, self._blocks, SequenceState.RUNNING
-        num_after, owed_after = len(self._running), blocks.num_promised
+        candidates, owed_after = list(self._running), blocks.num_promised
+        if self.config.num_stages > 1:
+            oldest = self._in_flight[0].step_id if self._in_flight else self._next_step_id
+            candidates = ready_sequences(candidates, oldest, cohort_size(len(candidates), self.config.num_stages))
+            owed_after = sum(map(blocks.num_owed, candidates))
+        num_after = len(candidates)
         share = draft_share(self.config.max_running, len(self._live), self._live.num_speculating)
-        for sequence in list(self._running):
+        for sequence in candidates:
             num_after -= 1
             if sequence.state is not running:
                 continue
@@ -381,7 +387,10 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         """Starts waiting sequences in their order while budget, places and blocks allow."""
-        while budget > 0 and (sequence := self._next_waiting()) is not None:
+        most = self.config.max_running
+        if self.config.num_stages > 1:
+            most = cohort_size(min(most, len(self._running) + len(self._waiting)), self.config.num_stages)
+        while budget > 0 and len(plan.sequences) < most and (sequence := self._next_waiting()) is not None:
             hits = self._hits_if_startable(sequence)
             if hits is None:
                 break

@@ -30,7 +30,8 @@ class SchedulerHistory(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
         extra_tokens=st.integers(0, 20),
         prefix_caching=st.booleans(),
-        max_in_flight=st.integers(1, 3),
+        max_in_flight=st.integers(1, 4),
+        num_stages=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
         self,
@@ -40,6 +41,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         extra_tokens: int,
         prefix_caching: bool,
         max_in_flight: int,
+        num_stages: int,
     ) -> None:
         self.now = 0.0
         self.scheduler = Scheduler(
@@ -50,6 +52,7 @@ class SchedulerHistory(RuleBasedStateMachine):
                 max_step_tokens=max_running + extra_tokens,
                 prefix_caching=prefix_caching,
                 max_in_flight=max_in_flight,
+                num_stages=num_stages,
                 max_queued_requests=40,
                 ageing_s=7.0,
                 tenant_weights={"t1": 2.0},
@@ -123,6 +126,9 @@ class SchedulerHistory(RuleBasedStateMachine):
             num_rows = len(plan.sequence_ids) + sum(plan.draft_counts.values())
             assert num_rows <= max(len(plan.sequence_ids), self.scheduler.config.max_running)
             assert plan.num_tokens + sum(plan.draft_counts.values()) <= self.scheduler.config.max_step_tokens
+            if self.scheduler.config.num_stages > 1:
+                in_flight = {sequence_id for sent in self.sent for sequence_id in sent.sequence_ids}
+                assert in_flight.isdisjoint(plan.sequence_ids), "a sequence has two steps in flight"
             self.sent.append(plan)
 
     @precondition(lambda self: self.sent)
@@ -247,7 +253,8 @@ def play(seed: int) -> int:
         max_running=r.randint(1, 6),
         extra_tokens=r.randint(0, 20),
         prefix_caching=r.random() < 0.8,
-        max_in_flight=r.randint(1, 3),
+        max_in_flight=r.randint(1, 4),
+        num_stages=r.choice([1, 1, 2, 3]),
     )
     num_operations = r.randint(5, 60)
     loss_rate = r.choice([0.01, 0.01, 0.2])
