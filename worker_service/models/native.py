@@ -1,6 +1,7 @@
 """Decoders for the compiled CPU kernels: which they compute, and the parameters of `loader.layout` packed for them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import structlog
@@ -12,7 +13,7 @@ from loader.layout import NORM_NAMES
 from loader.quantised.packed import Packed, take_packed
 from loader.quantised.roundings import Rounding
 from loader.quantised.schemes import GridScheme, Scheme
-from loader.shares import RankPlace
+from loader.shares import RankPlace, Share, even_share, grouped_share, stage_layers, vocabulary_share
 from worker_service.kernels.adapters import AdapterWeights, PackedFactors, pack_factors
 from worker_service.kernels.layout import DTYPES, LANES, pack_gate_up, pack_linear
 from worker_service.kernels.quantised_layout import (
@@ -57,9 +58,34 @@ def computes(config: ModelConfig, place: RankPlace, dtype: torch.dtype, rounding
         and rounding != "fp8"
         and all(_computes_scheme(scheme) for scheme in schemes)
         and config.hidden_act in _ACTIVATIONS
-        and place.tensor_parallel_size == place.pipeline_parallel_size == 1
-        and not any(size % LANES for size in (config.hidden_size, config.head_dim, config.intermediate_size))
+        and not (config.qk_norm_whole and place.tensor_parallel_size > 1)
+        and not any(size % LANES for size in (config.hidden_size, config.head_dim, part_of(config, place).inner_size))
         and config.head_dim <= MAX_HEAD_DIM
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NativePart:
+    """What of a decoder a rank computes: its stage's layers, its heads, inner features and token ids."""
+
+    layers: range
+    num_heads: int
+    num_kv_heads: int
+    inner_size: int
+    vocabulary: Share
+    place: RankPlace
+
+
+def part_of(config: ModelConfig, place: RankPlace) -> NativePart:
+    """The part of the rank at `place`. Raises ValueError for a size that cannot split the model."""
+    rank, size = place.tensor_rank, place.tensor_parallel_size
+    return NativePart(
+        layers=stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size),
+        num_heads=len(even_share(config.num_heads, rank, size, what="the number of heads")),
+        num_kv_heads=len(grouped_share(config.num_kv_heads, rank, size)),
+        inner_size=len(even_share(config.intermediate_size, rank, size, what="intermediate_size")),
+        vocabulary=vocabulary_share(config.vocab_size, rank, size),
+        place=place,
     )
 
 
@@ -71,13 +97,13 @@ def _computes_scheme(scheme: Scheme) -> bool:
     return scheme.dtype == "I8" and can_compute(scheme.activation) and in_order
 
 
-def pack_weights(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Takes a model's tensors out of `tensors`, layer by layer, and answers them packed, under our own names.
+def pack_weights(config: ModelConfig, part: NativePart, tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Takes the tensors of a part out of `tensors`, layer by layer, and answers them packed, under our own names.
 
     Quantised products of one input that have no layout in common are made whole, in `dtype`.
     """
     packed: Tensors = {}
-    for number in range(config.num_layers):
+    for number in part.layers:
         layer = _pack_layer(config, f"model.layers.{number}", tensors, dtype)
         packed.update((f"layers.{number}.{name}", tensor) for name, tensor in layer.items())
     shared = take_packed("model.embed_tokens", tensors)
@@ -85,20 +111,25 @@ def pack_weights(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> T
         # The head's rows are the embedding's, and are looked up there.
         packed |= _named("head", _packed_product([shared], dtype))
     else:
-        embedding = tensors.pop("model.embed_tokens.weight")
-        packed["embedding"] = embedding.contiguous()
-        head = embedding if config.tie_word_embeddings else _taken("lm_head", tensors)
-        packed |= _named("head", _packed_product([head], dtype))
-    packed["final_norm"] = _norm_weight(config, tensors.pop("model.norm.weight"))
+        embedding = tensors.pop("model.embed_tokens.weight", None)
+        if embedding is not None and part.place.is_first_stage:
+            packed["embedding"] = embedding.contiguous()
+        if part.place.is_last_stage:
+            head = embedding if embedding is not None and config.tie_word_embeddings else _taken("lm_head", tensors)
+            packed |= _named("head", _packed_product([head], dtype))
+    if part.place.is_last_stage:
+        packed["final_norm"] = _norm_weight(config, tensors.pop("model.norm.weight"))
     return packed
 
 
-def pack_adapter(config: ModelConfig, factors: Mapping[str, LoraFactors]) -> AdapterWeights:
+def pack_adapter(part: NativePart, factors: Mapping[str, LoraFactors]) -> AdapterWeights:
     """An adapter's factors, in the model's type, by the modules of `loader.layout`, packed for the kernels."""
-    layers: list[dict[str, PackedFactors]] = [{} for _ in range(config.num_layers)]
+    layers: list[dict[str, PackedFactors]] = [{} for _ in part.layers]
     for name, each in factors.items():
         _, _, number, _, module = name.split(".")
-        layers[int(number)][module.removesuffix("_proj")] = pack_factors(each.a, each.b, each.scaling)
+        layers[int(number) - part.layers.start][module.removesuffix("_proj")] = pack_factors(
+            each.a, each.b, each.scaling
+        )
     return AdapterWeights(layers)
 
 
@@ -131,47 +162,48 @@ def _named(name: str, product: Product) -> Tensors:
 
 
 def decoder_spec(
-    config: ModelConfig, packed: Mapping[str, torch.Tensor], dtype: torch.dtype, served_length: int
+    config: ModelConfig, part: NativePart, packed: Mapping[str, torch.Tensor], dtype: torch.dtype, served_length: int
 ) -> DecoderSpec:
-    """The decoder in `dtype` on weights that `pack_weights` made, for contexts of up to `served_length` tokens."""
+    """A part of a decoder in `dtype`, on weights of `pack_weights`, for contexts of up to `served_length` tokens."""
     ropes = [_rope_table(config, config.rope, served_length)]
     if config.local_rope is not None:
         ropes.append(_rope_table(config, config.local_rope, served_length))
-    by_layer: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+    by_layer: dict[int, dict[str, Any]] = {number: {} for number in part.layers}
     rest: dict[str, Product] = {}
     for name, product in _products(packed).items():
         if name.startswith("layers."):
-            _, index, part = name.split(".")
-            by_layer[int(index)][part] = product
+            _, index, module = name.split(".")
+            by_layer[int(index)][module] = product
         else:
             rest[name] = product
     layers = []
-    for number, weights in enumerate(by_layer):
+    for number, weights in by_layer.items():
         is_sliding = number in config.sliding_layers
         is_local = is_sliding and config.local_rope is not None
         window = config.sliding_window if is_sliding else None
         layers.append(LayerWeights(**weights, window=window, rope=int(is_local)))
-    final_norm = rest["final_norm"]
-    assert isinstance(final_norm, torch.Tensor)
+    final_norm = rest.get("final_norm")
+    assert final_norm is None or isinstance(final_norm, torch.Tensor)
+    head, place = rest.get("head"), part.place
     return DecoderSpec(
         dtype=dtype,
         hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_heads=part.num_heads,
+        num_kv_heads=part.num_kv_heads,
         head_dim=config.head_dim,
-        inner_size=config.intermediate_size,
+        inner_size=part.inner_size,
         layers=layers,
         rope=ropes,
         eps=config.rms_norm_eps,
         scale=config.attention_scale,
         softcap=config.attention_softcap or 0.0,
         activation=_ACTIVATIONS[config.hidden_act],
-        vocab_size=config.vocab_size,
-        embedding=rest.get("embedding", rest["head"]),
+        vocab_size=len(part.vocabulary),
+        embedding=rest.get("embedding", head) if place.is_first_stage else None,
         # As the models were trained: rounded to the type that it is multiplied in.
         embedding_scale=torch.tensor(config.embedding_scale, dtype=dtype).item(),
         final_norm=final_norm,
-        head=rest["head"],
+        head=head if place.is_last_stage else None,
         logit_softcap=config.logit_softcap or 0.0,
     )
 

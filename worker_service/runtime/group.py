@@ -87,13 +87,16 @@ class RankGroup:
             self._bound_epoch = epoch
         return self._bound.address
 
-    def form(self, place: RankPlace, device: torch.device, meeting: Meeting) -> None:
-        """Meets the other ranks; blocks until all have come. Raises RuntimeFailure "rendezvous_failed"."""
+    def form(self, place: RankPlace, device: torch.device, meeting: Meeting, *, kernels: str = "torch") -> None:
+        """Meets the other ranks, which must compute by the same `kernels`; blocks until all have come.
+
+        Raises RuntimeFailure "rendezvous_failed", or "invalid" for ranks that are not alike.
+        """
         self.leave()
         self.place, self._device = place, device
         store = PrefixStore(f"epoch{meeting.epoch}", self._store(meeting))
         try:
-            self._check_alike(store)
+            self._check_alike(store, f"{kernels} on {device.type}")
             if place.tensor_parallel_size > 1:
                 prefix = PrefixStore(f"stage{place.pipeline_rank}", store)
                 self._stage = self._connect(prefix, place.tensor_rank, place.tensor_parallel_size)
@@ -131,17 +134,17 @@ class RankGroup:
             return self._bound.store
         return connect_store(meeting.address, self._settings.collective_timeout)
 
-    def _check_alike(self, store: Store) -> None:
-        """Ranks on devices of different kinds speak through different libraries."""
-        place, kind = self.place, self._device.type
+    def _check_alike(self, store: Store, kind: str) -> None:
+        """Ranks on devices of different kinds speak through different libraries; other kernels order rows otherwise."""
+        place = self.place
         store.set(f"kind{place.rank}", kind)
         for rank in range(place.num_ranks):
             theirs = store.get(f"kind{rank}").decode()
             if theirs != kind:
                 raise RuntimeFailure(
                     "invalid",
-                    f"this rank computes on {kind} and rank {rank} on {theirs}; give all workers of a group the same "
-                    "kind of device",
+                    f"this rank computes by {kind} and rank {rank} by {theirs}; give all workers of a group the same "
+                    "device and native_kernels, and their hosts a compiler or none",
                     {"field": "device", "expected": theirs, "found": kind},
                 )
 
@@ -185,6 +188,17 @@ class RankGroup:
         with self._measured(tensor):
             self._stage.allgather([list(gathered.unbind())], [tensor.contiguous()]).wait()
         return gathered.permute(1, 0, 2).reshape(rows, size * width)
+
+    def likeliest(self, logits: torch.Tensor, first_id: int) -> tuple[IntArray, NDArray[np.bool_]]:
+        """Of [rows, this rank's token ids], from `first_id` on: the likeliest token id of all ranks, the first one of
+        several, and whether its logit is finite."""
+        peaks, places = logits.max(-1)
+        # Token ids are exact in float64, as are logits of any type.
+        theirs = self.all_gather(torch.stack((peaks.double(), (places + first_id).double()), -1))
+        peaks_of, ids_of = theirs[:, 0::2], theirs[:, 1::2]
+        best, rank = peaks_of.max(-1)
+        token_ids = ids_of.gather(1, rank[:, None])[:, 0].long()
+        return token_ids.cpu().numpy(), torch.isfinite(best).cpu().numpy()
 
     def agree(self, values: IntArray) -> IntArray:
         """Tensor rank 0's `values`, on every rank of this stage."""

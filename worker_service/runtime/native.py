@@ -1,7 +1,6 @@
 """The engine of the compiled CPU kernels: dense decoders in bfloat16 and float32, their weights whole or integers."""
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import numpy as np
 import torch
@@ -9,20 +8,23 @@ from numpy.typing import NDArray
 
 from loader.adapters.load import LoraFactors
 from loader.config import ModelConfig
+from loader.shares import RankPlace
 from worker_service.kernels import native
-from worker_service.kernels.adapters import AdapterRun, AdapterWeights
 from worker_service.kernels.layout import LANES, KvLayout
 from worker_service.kernels.spec import DecoderSpec
-from worker_service.models.native import LAYOUT, decoder_spec, pack_adapter, pack_weights
+from worker_service.models.native import LAYOUT, decoder_spec, pack_adapter, pack_weights, part_of
 from worker_service.profiled import is_profiling, part
 from worker_service.runtime.adapters import PackedAdapter
 from worker_service.runtime.batch import StepBatch
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.executor import Executor
+from worker_service.runtime.group import RankGroup
 from worker_service.runtime.kv_cache import no_room_for_cache
+from worker_service.runtime.native_group import NativeGroupExecutor, batch_tables
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+_ALONE = RankPlace()
 
 
 def native_pool(num_threads: int) -> native.Pool | None:
@@ -36,8 +38,18 @@ class NativeEngine:
 
     layout = LAYOUT
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, pool: native.Pool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        pool: native.Pool,
+        place: RankPlace = _ALONE,
+        group: RankGroup | None = None,
+    ) -> None:
+        """`group` is that of the place, where it is not the only one."""
         self._config = config
+        self._part = part_of(config, place)
+        self._group = group
         self._dtype = dtype
         self._pool = pool
         self._packed: Mapping[str, torch.Tensor] = {}
@@ -45,7 +57,7 @@ class NativeEngine:
 
     def pack(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See Engine."""
-        return pack_weights(self._config, tensors, self._dtype)
+        return pack_weights(self._config, self._part, tensors, self._dtype)
 
     def attach(self, packed: Mapping[str, torch.Tensor]) -> int:
         """See Engine."""
@@ -61,12 +73,15 @@ class NativeEngine:
                 f"to {LANES}, or native_kernels to false",
                 {"field": "block_size"},
             )
-        spec = decoder_spec(self._config, self._packed, self._dtype, max_model_len)
-        return NativeExecutor(self._pool, spec, self._cache_layout(num_blocks, block_size))
+        spec = decoder_spec(self._config, self._part, self._packed, self._dtype, max_model_len)
+        layout = self._cache_layout(num_blocks, block_size)
+        if self._group is None or self._part.place.num_ranks == 1:
+            return NativeExecutor(self._pool, spec, layout)
+        return NativeGroupExecutor(new_decoder(self._pool, spec, layout), spec, layout, self._part, self._group)
 
     def pack_adapter(self, factors: Mapping[str, LoraFactors]) -> PackedAdapter:
         """See Engine."""
-        weights = pack_adapter(self._config, factors)
+        weights = pack_adapter(self._part, factors)
         return PackedAdapter(weights, weights.num_bytes)
 
     def attach_adapter(self, packed: PackedAdapter) -> object:
@@ -78,8 +93,18 @@ class NativeEngine:
         return 0
 
     def _cache_layout(self, num_blocks: int, block_size: int) -> KvLayout:
-        config = self._config
-        return KvLayout(num_blocks, config.num_layers, config.num_kv_heads, block_size, config.head_dim, self._dtype)
+        part, head_dim = self._part, self._config.head_dim
+        return KvLayout(num_blocks, len(part.layers), part.num_kv_heads, block_size, head_dim, self._dtype)
+
+
+def new_decoder(pool: native.Pool, spec: DecoderSpec, layout: KvLayout) -> native.Decoder:
+    """A decoder with a new KV cache. Raises RuntimeFailure "out_of_memory"."""
+    try:
+        cache = layout.allocate()
+    except (MemoryError, OSError, RuntimeError) as error:
+        device = torch.device("cpu")
+        raise no_room_for_cache(layout.num_bytes, layout.num_blocks, layout.block_size, device) from error
+    return native.Decoder(pool, spec, layout, cache)
 
 
 class NativeExecutor:
@@ -96,25 +121,14 @@ class NativeExecutor:
         self.device = torch.device("cpu")
         self.vocab_size, self._num_layers = spec.vocab_size, len(spec.layers)
         self.num_blocks, self.block_size, self.cache_bytes = layout.num_blocks, layout.block_size, layout.num_bytes
-        try:
-            cache = layout.allocate()
-        except (MemoryError, OSError, RuntimeError) as error:
-            raise no_room_for_cache(layout.num_bytes, layout.num_blocks, layout.block_size, self.device) from error
-        self._decoder = native.Decoder(pool, spec, layout, cache)
+        self._decoder = new_decoder(pool, spec, layout)
 
     def take_blocks(self, block_ids: Sequence[IntArray]) -> None:
         """Nothing to do: what an earlier owner left in a block is never read."""
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """See Executor."""
-        query_start = np.zeros(len(batch) + 1, np.int32)
-        np.cumsum(batch.counts, out=query_start[1:])
-        runs = [
-            AdapterRun(cast(AdapterWeights, rows.adapter.weights), rows.first, rows.count) for rows in batch.adapters
-        ]
-        tables = native.BatchTables(
-            query_start, batch.computed.astype(np.int32), np.ascontiguousarray(batch.tables, np.int32), runs
-        )
+        tables = batch_tables(batch)
         with part("embed"):
             hidden = self._decoder.embed(torch.from_numpy(batch.token_ids))
         if is_profiling():

@@ -85,7 +85,7 @@ class WorkerRuntime:
         self._settings = settings
         self._store = store
         self._place = RankPlace()
-        self._group = RankGroup(settings)
+        self.group = RankGroup(settings)
         self._device: torch.device | None = None
         self._pool: Pool | None = None
         self._loaded: _Loaded | None = None
@@ -124,18 +124,19 @@ class WorkerRuntime:
 
     def leave_group(self) -> None:
         """Ends what connects this rank with others: those that wait for it fail at once."""
-        self._group.leave()
+        self.group.leave()
 
     def on_all_ranks(self, is_so: bool) -> bool:
         """Whether it is so on every rank of the group; all of them must ask."""
-        return self._group.on_all_ranks(is_so)
+        return self.group.on_all_ranks(is_so)
 
     def _meet(self, place: RankPlace, device: torch.device, meeting: Meeting) -> str:
         if place.num_ranks == 1:
             return ""
         if not meeting.address:
-            return self._group.bind(meeting.epoch)
-        self._group.form(place, device, meeting)
+            return self.group.bind(meeting.epoch)
+        kernels = "torch" if self._pool is None else "compiled kernels"
+        self.group.form(place, device, meeting, kernels=kernels)
         return meeting.address
 
     def load_model(
@@ -188,7 +189,7 @@ class WorkerRuntime:
             runner.drop_sequences()
 
         with (
-            self._group.left_on_failure(),
+            self.group.left_on_failure(),
             explains_out_of_memory(device, f"a step of {max_step_tokens} tokens", _LOWER_STEP),
         ):
             measured = peak_bytes(device, largest_step)
@@ -222,7 +223,7 @@ class WorkerRuntime:
         plans = [[min(max_step_tokens, runner.max_model_len - 1)], *([1] * batch for batch in batches)]
         plans = [plan for plan in plans if plan[0] and num_blocks_of(plan, cache.block_size, 1) <= cache.num_blocks]
         progress(0, len(plans))
-        with self._group.left_on_failure(), explains_out_of_memory(device, "the steps of a warm-up", _LOWER_STEP):
+        with self.group.left_on_failure(), explains_out_of_memory(device, "the steps of a warm-up", _LOWER_STEP):
             for done, lengths in enumerate(plans, 1):
                 runner.execute(prefill_step(lengths, cache.block_size, Sampling(), 1))
                 runner.execute(decode_step(lengths, 0))
@@ -236,7 +237,7 @@ class WorkerRuntime:
         when the device runs out.
         """
         device = self._need_device()
-        with self._group.left_on_failure(), explains_out_of_memory(device, f"step {step.step_id}", _LOWER_STEP):
+        with self.group.left_on_failure(), explains_out_of_memory(device, f"step {step.step_id}", _LOWER_STEP):
             if self._profiler is None:
                 return self._need_runner().execute(step, on_launch)
             with self._profiler.step():
@@ -279,9 +280,11 @@ class WorkerRuntime:
     def _make_engine(self, job: LoadJob) -> Engine:
         """The compiled kernels where they compute the model, else plain torch. Raises as TorchEngine does."""
         config = job.checkpoint.config
-        if self._pool is not None and computes(config, job.place, job.dtype, job.rounding):
-            return NativeEngine(config, job.dtype, self._pool)
-        return TorchEngine(config, job.place, job.dtype, job.device, self._group)
+        # The halves of a layer, between which ranks sum, know no adapters.
+        may_split = job.place.tensor_parallel_size == 1 or self._settings.adapter_slots == 0
+        if self._pool is not None and may_split and computes(config, job.place, job.dtype, job.rounding):
+            return NativeEngine(config, job.dtype, self._pool, job.place, self.group)
+        return TorchEngine(config, job.place, job.dtype, job.device, self.group)
 
     def _load(self, job: LoadJob, phases: LoadPhases) -> _Loaded:
         path = job.checkpoint.path

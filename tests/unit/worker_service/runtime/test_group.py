@@ -10,19 +10,23 @@ import pytest
 import torch
 
 from loader.shares import RankPlace
-from tests.support.mixture import mixed_prompts, run_mixture
+from tests.support.mixture import NUM_OUTPUTS, mixed_prompts, run_mixture
 from tests.support.rank_threads import TIMEOUT_S, RankThreads, rank_settings, rank_threads
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from tests.support.tiny_runner import Driver, one_thread
+from worker_service.kernels.native import load as load_kernels
+from worker_service.models.native import LAYOUT
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.report import Meeting, Phase
 from worker_service.runtime.step import Sampling
 from worker_service.runtime.worker import WorkerRuntime
 
 LENGTHS = (1, 5, 17, 31)
+NEEDS_KERNELS = pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels here")
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "odd": {"hidden_size": 96, "heads": 6, "kv_heads": 3, "intermediate_size": 126, "vocab_size": 325},
+    "in threes": {"hidden_size": 96, "heads": 6, "kv_heads": 3, "intermediate_size": 144, "vocab_size": 325},
     "padded and tied": {"vocab_size": 321, "tie": True, "num_layers": 3},
     "mixtral": {"config_overrides": TINY_FAMILIES["mixtral"]},
     "qwen3_moe": {"config_overrides": TINY_FAMILIES["qwen3_moe"], "num_layers": 3},
@@ -44,9 +48,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def mixture(path: Path, tp: int, pp: int) -> list[list[int]]:
-    with rank_threads(tp, pp) as ranks:
-        ranks.start(path)
+def mixture(path: Path, tp: int, pp: int, *, native: bool = False, dtype: str = "float32") -> list[list[int]]:
+    with rank_threads(tp, pp, rank_settings(native_kernels=native)) as ranks:
+        ranks.start(path, dtype=dtype, **({"num_blocks": 64, "block_size": 16} if native else {}))
+        assert all((r._need_model().engine.layout == LAYOUT) is native for r in ranks.runtimes)
         return run_mixture(ranks, ranks, mixed_prompts(320, LENGTHS))  # type: ignore[arg-type]
 
 
@@ -68,6 +73,29 @@ def mixture(path: Path, tp: int, pp: int) -> list[list[int]]:
 def test_a_group_says_what_one_rank_says(paths: dict[str, Path], model: str, tp: int, pp: int) -> None:
     """Chunked prefill, shared prefixes and preemption among it; in float32."""
     assert mixture(paths[model], tp, pp) == mixture(paths[model], 1, 1)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(
+    ("model", "tp", "pp"),
+    [
+        ("llama", 4, 1),
+        ("in threes", 3, 1),
+        ("padded and tied", 1, 3),
+        ("padded and tied", 2, 2),
+        ("gemma3", 2, 2),
+    ],
+)
+def test_a_group_on_the_compiled_kernels_says_what_one_rank_says(
+    paths: dict[str, Path], model: str, tp: int, pp: int
+) -> None:
+    assert mixture(paths[model], tp, pp, native=True) == mixture(paths[model], 1, 1, native=True)
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=NEEDS_KERNELS)])
+def test_a_group_computes_in_bfloat16(paths: dict[str, Path], *, native: bool) -> None:
+    outputs = mixture(paths["llama"], 2, 2, native=native, dtype="bfloat16")
+    assert all(len(output) == NUM_OUTPUTS for output in outputs)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
@@ -197,11 +225,11 @@ def test_a_launcher_says_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_collectives_cost_is_counted() -> None:
     with rank_threads(2) as ranks:
         ranks.meet()
-        summed = ranks.each(lambda r: r._group.all_reduce(torch.ones(3, 5)))
+        summed = ranks.each(lambda r: r.group.all_reduce(torch.ones(3, 5)))
         assert all(torch.equal(tensor, torch.full((3, 5), 2.0)) for tensor in summed)
-        agreed = [ranks.begin(rank, lambda r, n=rank: r._group.agree(np.array([n, 7]))) for rank in range(2)]  # type: ignore[misc]
+        agreed = [ranks.begin(rank, lambda r, n=rank: r.group.agree(np.array([n, 7]))) for rank in range(2)]  # type: ignore[misc]
         assert [future.result(TIMEOUT_S).tolist() for future in agreed] == [[0, 7], [0, 7]]
-        cost = ranks.runtimes[0]._group.cost
+        cost = ranks.runtimes[0].group.cost
         assert (cost.num_calls, cost.num_bytes) == (2, 60 + 16)
         assert cost.duration_ns > 0
 
