@@ -18,8 +18,8 @@ from tests.support.worker_server import first_step, new_sequence, running_worker
 REQUEST_SPAN = "text_completion tiny"
 
 
-async def generate(scheduler: RunningScheduler, request_id: str) -> None:
-    sampling = pb.SamplingParams(max_tokens=80, ignore_eos=True)
+async def generate(scheduler: RunningScheduler, request_id: str, max_tokens: int = 80) -> None:
+    sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     await scheduler.generate(text="hello", sampling=sampling, request_id=request_id)
 
 
@@ -68,12 +68,13 @@ async def test_a_recovery_is_a_trace_that_is_always_kept() -> None:
 async def test_what_a_worker_calls_an_error_the_scheduler_calls_a_warning() -> None:
     """The root cause stands at ERROR once: where it is known best."""
     async with running_scheduler() as scheduler:
-        scheduler.worker.failures["step 2"] = StepwireError("OUT_OF_MEMORY", "the device is full")
+        failures = scheduler.worker.failures
+        failures["step 1"] = StepwireError("OUT_OF_MEMORY", "the device is full")
+        scheduler.worker.before = lambda call: failures.clear() if call == "Reset" else None
         with capture_logs() as logs:
-            task = asyncio.create_task(generate(scheduler, "r1"))
-            await until(lambda: scheduler.worker.epoch == 2)
-            del scheduler.worker.failures["step 2"]
-            await task
+            # One token: no other step is being written while the first one fails.
+            await generate(scheduler, "r1", max_tokens=1)
+        assert scheduler.worker.epoch == 2
     assert not [log for log in logs if log["log_level"] in ("error", "critical")]
     (ended,) = [log for log in logs if log["event"] == "epoch_ended"]
     assert ended["log_level"] == "warning" and "the device is full" in ended["error"]
