@@ -42,6 +42,7 @@ class StepPlan:
     preempted_sequence_ids: list[int] = field(default_factory=list)
     draft_counts: dict[int, int] = field(default_factory=dict)
     applied_step_id: int = 0
+    is_traced: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -49,7 +49,10 @@ class StepObserver(Protocol):
         """The step that was sent last is on its way to all ranks."""
 
     def step_answered(self, rank: int, timings: StepTimings, seconds: float) -> None:
-        """A step was answered by a rank: its parts there, and its whole as seen from here."""
+        """A step was answered by the output rank: its parts there, and its whole as seen from here."""
+
+    def step_acknowledged(self, rank: int, step_id: int, timings: StepTimings) -> None:
+        """Another rank has executed all steps up to this one; its timings are those of this step."""
 
 
 class WorkerGroup:
@@ -151,6 +154,7 @@ class WorkerGroup:
                 now = time.monotonic()
                 self._seen_at[rank.rank] = now
                 if not rank.place.is_output:
+                    self._observer.step_acknowledged(rank.rank, result.step_id, timings)
                     continue
                 duration_s = now - max(self._sent_at.popleft(), self._last_result_at)
                 self._durations.append(duration_s)

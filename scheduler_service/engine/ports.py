@@ -124,6 +124,7 @@ class StepTimings:
     forward_ns: int
     sample_ns: int
     answered_unix_ns: int = 0
+    total_forward_ns: int = 0
 
     @property
     def busy_ns(self) -> int:

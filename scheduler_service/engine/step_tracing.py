@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, Tracer
+from opentelemetry.trace import Link, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from scheduler_service.core.plan import StepPlan
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # A backend shows no more links than this of a span, as a rule; OpenTelemetry's own limit.
 _MAX_LINKS = 128
+# Traced steps that other ranks may still answer.
+_MAX_OPEN = 64
 
 
 class StepMeter(Protocol):
@@ -86,6 +88,8 @@ class _SentStep:
     plan_ns: int
     planned_ns: int
     sent_ns: int = 0
+    early: list[tuple[RankTotals, StepTimings]] = field(default_factory=list)
+    """What other ranks said of it before the output rank did."""
 
 
 class StepTracing:
@@ -98,6 +102,8 @@ class StepTracing:
         self._rule = rule
         self._requests: dict[str, RequestTrace] = {}
         self._in_flight: deque[_SentStep] = deque()
+        # Steps whose traces still wait for some ranks, by step id: their spans' contexts, and when they were sent.
+        self._open: dict[int, tuple[Context, int]] = {}
         # A span that is never ended, and so never sent, tells whether any would be.
         probe = tracer.start_span("probe", Context(), attributes={names.KEEP: True})
         self._is_on = probe.is_recording()
@@ -116,7 +122,7 @@ class StepTracing:
     def begin_epoch(self, epoch: int, ranks: Sequence[RankTotals]) -> None:
         """Steps go to these ranks from now on."""
         self.totals = EpochTotals(epoch, ranks)
-        self._in_flight.clear()
+        self._forget_steps()
         for request in self._requests.values():
             request.recovered(epoch)
 
@@ -125,16 +131,17 @@ class StepTracing:
         if self.totals is None:
             return
         self.totals = None
-        self._in_flight.clear()
+        self._forget_steps()
         for request in self._requests.values():
             request.worker_lost(message)
 
     # Steps.
 
     def step_sent(self, plan: StepPlan) -> None:
-        """A step goes to the workers."""
+        """A step goes to the workers. Whether it is traced, slow or not, is drawn here: then all ranks answer it."""
         self._meter.step_sent(plan)
         if self._is_on:
+            plan.is_traced = random.random() < self._rule.ratio
             plan_ns = round((time.monotonic() - plan.sent_at) * 1e9)
             self._in_flight.append(_SentStep(plan, plan_ns, time.time_ns()))
 
@@ -154,9 +161,31 @@ class StepTracing:
         totals.forward_ns += timings.forward_ns
         totals.last_step_id = step.plan.step_id
         totals.clock.note(step.planned_ns, timings, now)
-        rule = self._rule
-        if seconds > rule.slow_s or (rule.ratio and random.random() < rule.ratio):
-            self._record(step, totals, timings, now, is_slow=seconds > rule.slow_s)
+        is_slow = seconds > self._rule.slow_s
+        if is_slow or step.plan.is_traced:
+            self._record(step, totals, timings, now, is_slow=is_slow)
+
+    def step_acknowledged(self, rank: int, step_id: int, timings: StepTimings) -> None:
+        """Another rank has executed all steps up to this one; its timings are those of this step."""
+        if not self._is_on or self.totals is None:
+            return
+        totals = self.totals.ranks[rank]
+        totals.num_steps = totals.last_step_id = step_id
+        totals.forward_ns = timings.total_forward_ns
+        now = time.time_ns()
+        sent = next((step for step in self._in_flight if step.plan.step_id == step_id), None)
+        if sent is not None:
+            # Ahead of the output rank: there may be no trace of the step yet.
+            totals.clock.note(sent.planned_ns, timings, now)
+            sent.early.append((totals, timings))
+        elif step_id in self._open:
+            parent, sent_ns = self._open[step_id]
+            totals.clock.note(sent_ns, timings, now)
+            self._record_rank(parent, totals, timings)
+
+    def _forget_steps(self) -> None:
+        self._in_flight.clear()
+        self._open.clear()
 
     def _record(self, step: _SentStep, rank: RankTotals, timings: StepTimings, now: int, *, is_slow: bool) -> None:
         """Writes the trace of one step."""
@@ -178,12 +207,17 @@ class StepTracing:
             (names.SPAN_STEP_WAIT, (sent, now)),
         ):
             record_span(self.tracer, name, parent, times)
-        self._record_rank(span, rank, epoch, timings)
+        for known, its_timings in ((rank, timings), *step.early):
+            self._record_rank(parent, known, its_timings)
+        if self.totals is not None and len(self.totals.ranks) > 1:
+            self._open[step.plan.step_id] = (parent, step.planned_ns)
+            if len(self._open) > _MAX_OPEN:
+                del self._open[next(iter(self._open))]
         for member in members:
             member.link_step(span.get_span_context())
         span.end(now)
 
-    def _record_rank(self, step: Span, rank: RankTotals, epoch: int, timings: StepTimings) -> None:
+    def _record_rank(self, parent: Context, rank: RankTotals, timings: StepTimings) -> None:
         """The step on a rank, from its answer: by the clock of the rank's host, whose offset stands beside it."""
         start = timings.start_unix_ns
         parts = (
@@ -192,12 +226,11 @@ class StepTracing:
             (names.SPAN_STEP_FORWARD, timings.prepare_ns, timings.prepare_ns + timings.forward_ns),
             (names.SPAN_STEP_SAMPLE, timings.prepare_ns + timings.forward_ns, timings.busy_ns),
         )
-        attributes = {**rank.attributes(), names.EPOCH: epoch}
         times = (start - timings.queue_ns, start + timings.busy_ns)
-        worker = record_span(self.tracer, names.SPAN_STEP_WORKER, context_of(step), times, attributes=attributes)
-        parent = context_of(worker)
+        worker = record_span(self.tracer, names.SPAN_STEP_WORKER, parent, times, attributes=rank.attributes())
+        within = context_of(worker)
         for name, begin, end in parts:
-            record_span(self.tracer, name, parent, (start + begin, start + end))
+            record_span(self.tracer, name, within, (start + begin, start + end))
 
     def _sampled_members(self, plan: StepPlan) -> "list[RequestTrace]":
         """The sampled requests with a sequence in the step, each once, up to the limit."""

@@ -319,6 +319,7 @@ def step_message(plan: StepPlan, epoch: int) -> pb.Step:
     step.preempted_sequence_ids.extend(plan.preempted_sequence_ids)
     step.new_sequences.extend([new_sequence_message(new) for new in plan.new_sequences])
     step.applied_step_id = plan.applied_step_id
+    step.traced = plan.is_traced
     if plan.draft_counts:
         step.draft_token_counts.extend([plan.draft_counts.get(sequence_id, 0) for sequence_id in plan.sequence_ids])
     return step
@@ -398,6 +399,7 @@ def _timings(timings: pb.StepTimings) -> StepTimings:
         timings.forward_ns,
         timings.sample_ns,
         timings.answered_unix_ns,
+        timings.total_forward_ns,
     )
 
 

@@ -616,6 +616,7 @@ class Step(_message.Message):
     PREEMPTED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     APPLIED_STEP_ID_FIELD_NUMBER: _builtins.int
+    TRACED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch."""
     step_id: _builtins.int
@@ -624,6 +625,8 @@ class Step(_message.Message):
     """The last step whose result the scheduler had when it planned this one. Of a sequence that speculates,
     computed_token_counts leaves out what was accepted after it.
     """
+    traced: _builtins.bool
+    """Every rank answers this step, with its timings: it is traced."""
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences that this worker does not know, or no longer."""
@@ -677,10 +680,11 @@ class Step(_message.Message):
         preempted_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         draft_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         applied_step_id: _builtins.int = ...,
+        traced: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_step_id", b"applied_step_id", "computed_token_counts", b"computed_token_counts", "draft_token_counts", b"draft_token_counts", "epoch", b"epoch", "finished_sequence_ids", b"finished_sequence_ids", "new_block_counts", b"new_block_counts", "new_block_ids", b"new_block_ids", "new_sequences", b"new_sequences", "preempted_sequence_ids", b"preempted_sequence_ids", "scheduled_token_counts", b"scheduled_token_counts", "sequence_ids", b"sequence_ids", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_step_id", b"applied_step_id", "computed_token_counts", b"computed_token_counts", "draft_token_counts", b"draft_token_counts", "epoch", b"epoch", "finished_sequence_ids", b"finished_sequence_ids", "new_block_counts", b"new_block_counts", "new_block_ids", b"new_block_ids", "new_sequences", b"new_sequences", "preempted_sequence_ids", b"preempted_sequence_ids", "scheduled_token_counts", b"scheduled_token_counts", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "traced", b"traced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1072,6 +1076,7 @@ class StepTimings(_message.Message):
     FORWARD_NS_FIELD_NUMBER: _builtins.int
     SAMPLE_NS_FIELD_NUMBER: _builtins.int
     ANSWERED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    TOTAL_FORWARD_NS_FIELD_NUMBER: _builtins.int
     start_unix_ns: _builtins.int
     """Wall clock when the step began to run, in nanoseconds since the Unix epoch."""
     queue_ns: _builtins.int
@@ -1084,6 +1089,8 @@ class StepTimings(_message.Message):
     """Drawing tokens."""
     answered_unix_ns: _builtins.int
     """Wall clock when the answer was handed to the stream, in nanoseconds since the Unix epoch."""
+    total_forward_ns: _builtins.int
+    """The model's time in all steps of this epoch so far, this one included."""
     def __init__(
         self,
         *,
@@ -1093,10 +1100,11 @@ class StepTimings(_message.Message):
         forward_ns: _builtins.int = ...,
         sample_ns: _builtins.int = ...,
         answered_unix_ns: _builtins.int = ...,
+        total_forward_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_unix_ns", b"answered_unix_ns", "forward_ns", b"forward_ns", "prepare_ns", b"prepare_ns", "queue_ns", b"queue_ns", "sample_ns", b"sample_ns", "start_unix_ns", b"start_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_unix_ns", b"answered_unix_ns", "forward_ns", b"forward_ns", "prepare_ns", b"prepare_ns", "queue_ns", b"queue_ns", "sample_ns", b"sample_ns", "start_unix_ns", b"start_unix_ns", "total_forward_ns", b"total_forward_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

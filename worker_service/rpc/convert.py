@@ -21,10 +21,24 @@ def step_input(step: worker_pb2.Step) -> StepInput:
         preempted_sequence_ids=list(step.preempted_sequence_ids),
         draft_token_counts=list(step.draft_token_counts),
         applied_step_id=step.applied_step_id,
+        is_traced=step.traced,
     )
 
 
-def step_result(output: StepOutput, *, epoch: int, queue_ns: int) -> worker_pb2.StepResult:
+def step_timings(output: StepOutput, *, queue_ns: int, total_forward_ns: int) -> worker_pb2.StepTimings:
+    """Where the time of a step went that is answered now."""
+    return worker_pb2.StepTimings(
+        start_unix_ns=output.start_unix_ns,
+        queue_ns=queue_ns,
+        prepare_ns=output.prepare_ns,
+        forward_ns=output.forward_ns,
+        sample_ns=output.sample_ns,
+        answered_unix_ns=time.time_ns(),
+        total_forward_ns=total_forward_ns,
+    )
+
+
+def step_result(output: StepOutput, *, epoch: int, queue_ns: int, total_forward_ns: int = 0) -> worker_pb2.StepResult:
     """A result as the wire takes it, answered now."""
     result = worker_pb2.StepResult(
         epoch=epoch,
@@ -33,14 +47,7 @@ def step_result(output: StepOutput, *, epoch: int, queue_ns: int) -> worker_pb2.
         token_ids=output.token_ids,
         stopped_sequence_ids=output.stopped_sequence_ids,
         draft_token_count=output.num_draft_tokens,
-        timings=worker_pb2.StepTimings(
-            start_unix_ns=output.start_unix_ns,
-            queue_ns=queue_ns,
-            prepare_ns=output.prepare_ns,
-            forward_ns=output.forward_ns,
-            sample_ns=output.sample_ns,
-            answered_unix_ns=time.time_ns(),
-        ),
+        timings=step_timings(output, queue_ns=queue_ns, total_forward_ns=total_forward_ns),
     )
     for sequence_id, logprobs in output.logprobs.items():
         result.logprobs.append(

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from stepwire.rpc.errors import StepwireError, invalid_message
 from stepwire.v1 import worker_pb2
 from worker_service.device_thread import DeviceStopped, DeviceThread
-from worker_service.rpc.convert import step_input, step_result
+from worker_service.rpc.convert import step_input, step_result, step_timings
 from worker_service.rpc.failures import step_failure
 from worker_service.rpc.guard import StepGuard, Verdict
 from worker_service.rpc.limits import StepLimits, check_step, sequence_problem, without_sequences
@@ -22,7 +22,8 @@ from worker_service.runtime.step import StateMismatch, StepInput, StepOutput
 # Of one stream: read, and not yet answered. Two keep the device busy; more serve deeper pipelines. A peer
 # that sends faster is held up by flow control. Groups have one more than pipeline stages.
 MAX_STEPS_IN_FLIGHT = 8
-# A rank that does not answer with tokens says so often that it has executed all steps so far.
+# A rank that does not answer with tokens says so often that it has executed all steps so far, and after each step
+# that is traced.
 ACKNOWLEDGE_EVERY = 8
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -58,6 +59,7 @@ class StepSession:
         self.on_answer = on_answer
         self.is_output = is_output
         self.max_in_flight = max(MAX_STEPS_IN_FLIGHT, num_stages + 1)
+        self.total_forward_ns = 0
         self._refused: set[int] = set()
         self._stream: StepStream | None = None
 
@@ -249,12 +251,14 @@ class StepStream:
         session = self._session
         output.errors.update(job.errors)
         epoch, step_id = session.guard.epoch, job.step.step_id
+        session.total_forward_ns += output.forward_ns
+        spent = {"queue_ns": job.queue_ns, "total_forward_ns": session.total_forward_ns}
         if session.is_output:
-            result = step_result(output, epoch=epoch, queue_ns=job.queue_ns)
+            result = step_result(output, epoch=epoch, **spent)
         else:
-            result = worker_pb2.StepResult(epoch=epoch, step_id=step_id)
+            result = worker_pb2.StepResult(epoch=epoch, step_id=step_id, timings=step_timings(output, **spent))
         session.guard.complete(step_id, result)
-        if session.is_output or step_id % ACKNOWLEDGE_EVERY == 0:
+        if session.is_output or job.step.is_traced or step_id % ACKNOWLEDGE_EVERY == 0:
             self._answers.put_nowait(worker_pb2.ExecuteModelResponse(result=result))
         else:
             self._slots.release()

@@ -62,6 +62,7 @@ class StepInput:
     preempted_sequence_ids: Sequence[int]
     draft_token_counts: Sequence[int] = ()
     applied_step_id: int = 0
+    is_traced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
