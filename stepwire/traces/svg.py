@@ -5,7 +5,7 @@ from xml.sax.saxutils import escape
 
 from stepwire.telemetry import names
 from stepwire.traces.store import Span, Trace
-from stepwire.traces.waterfall import format_duration
+from stepwire.traces.waterfall import format_duration, printable
 
 _WIDTH, _ROW, _HEAD, _MARGIN = 960, 20, 64, 16
 _NAME_WIDTH, _TIME_WIDTH = 250, 76
@@ -42,7 +42,7 @@ def render_svg(trace: Trace, steps: Sequence[Trace] = ()) -> str:
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
     """A line of text; `kind` is a class of the style: "dim" or "head"."""
-    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{_escaped(words)}</text>'
 
 
 def _head(trace: Trace, height: int) -> Iterator[str]:
@@ -88,7 +88,7 @@ def _step_rows(trace: Trace, steps: Sequence[Trace]) -> Iterator[Iterable[str]]:
 
 def _bar(trace: Trace, span: Span, colour: str) -> str:
     x, width = _x(trace, span.start_ns), max(2.0, _x(trace, span.end_ns) - _x(trace, span.start_ns))
-    title = escape(f"{span.name} {format_duration(span.duration_ns)}")
+    title = _escaped(f"{span.name} {format_duration(span.duration_ns)}")
     return (
         f'<rect x="{x:.1f}" y="4" width="{width:.1f}" height="12" rx="2" fill="{colour}"><title>{title}</title></rect>'
     )
@@ -97,8 +97,8 @@ def _bar(trace: Trace, span: Span, colour: str) -> str:
 def _mark(trace: Trace, name: str, time_ns: int) -> str:
     x = _x(trace, time_ns)
     points = f"{x:.1f},1 {x + 4:.1f},10 {x:.1f},19 {x - 4:.1f},10"
-    mark = f'<polygon points="{points}" fill="#fff" stroke="#1f2328"><title>{escape(name)}</title></polygon>'
-    return mark + f'<text class="mark" x="{x + 6:.1f}" y="14">{escape(name)}</text>'
+    mark = f'<polygon points="{points}" fill="#fff" stroke="#1f2328"><title>{_escaped(name)}</title></polygon>'
+    return mark + f'<text class="mark" x="{x + 6:.1f}" y="14">{_escaped(name)}</text>'
 
 
 def _x(trace: Trace, time_ns: int) -> float:
@@ -112,6 +112,11 @@ def _label(span: Span) -> str:
     place = [f"{word} {span.attributes[key]}" for word, key in (("epoch", names.EPOCH), ("rank", names.RANK))
              if key in span.attributes]  # fmt: skip
     return f"{name} ({', '.join(place)})" if place else name
+
+
+def _escaped(words: str) -> str:
+    """As XML has it, which knows no control characters."""
+    return escape(printable(words))
 
 
 def _short(words: str, depth: int) -> str:

@@ -106,5 +106,21 @@ async def test_only_the_output_rank_answers_with_tokens() -> None:
         for step_id in range(2, num_steps + 1):
             await stream.send(decode_step(step_id, {1: step_id + 1}))
         for step_id in range(ACKNOWLEDGE_EVERY, num_steps + 1, ACKNOWLEDGE_EVERY):
-            assert await stream.receive() == pb.StepResult(epoch=1, step_id=step_id)
+            answer = await stream.receive()
+            assert (answer.epoch, answer.step_id, len(answer.token_ids)) == (1, step_id, 0)
         assert len(worker.runtime.executed) == num_steps
+
+
+async def test_every_rank_answers_a_traced_step_with_its_timings() -> None:
+    async with running_worker() as worker:
+        await worker.init_device(rendezvous="h:1", **SECOND)
+        await walk_on(worker)
+        stream = await worker.open_stream()
+        await stream.send(first_step(1, new_sequence(1, [5, 6, 7])))
+        await stream.send(decode_step(2, {1: 3}))
+        await stream.send(decode_step(3, {1: 4}, traced=True))
+        answer = await stream.receive()
+    timings = answer.timings
+    assert (answer.step_id, len(answer.token_ids)) == (3, 0)
+    assert timings.answered_unix_ns >= timings.start_unix_ns > 0
+    assert timings.total_forward_ns > timings.forward_ns >= 0

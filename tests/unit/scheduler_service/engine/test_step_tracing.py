@@ -150,3 +150,38 @@ def test_what_an_ended_epoch_had_in_flight_is_nobodys_answer() -> None:
     rig.step()
     (step,) = rig.kept.named("step")
     assert step.attributes[names.EPOCH] == 5
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_all_ranks_of_a_traced_step_stand_in_its_trace(is_early: bool) -> None:
+    rig = Rig(StepTraceRule(1.0))
+    rig.tracing.begin_epoch(5, [RankTotals(rank, f"host:{rank}") for rank in range(2)])
+    plan = StepPlan(7, time.monotonic())
+    rig.tracing.step_sent(plan)
+    assert plan.is_traced, "so that every rank answers it"
+    now = time.time_ns()
+    acknowledged = StepTimings(now, 0, 10, 20, 10, now + 50, total_forward_ns=9_000)
+    if is_early:
+        rig.tracing.step_acknowledged(1, 7, acknowledged)
+    rig.tracing.step_answered(0, StepTimings(now, 0, 10, 20, 10, now + 50), 0.1)
+    if not is_early:
+        rig.tracing.step_acknowledged(1, 7, acknowledged)
+    (step,) = rig.kept.named("step")
+    workers = rig.kept.named("step.worker")
+    assert sorted(span.attributes[names.RANK] for span in workers) == [0, 1]
+    assert {span.parent_id for span in workers} == {step.context.span_id}
+    assert len(rig.kept.named("step.forward")) == 2
+    assert rig.tracing.totals is not None
+    other = rig.tracing.totals.ranks[1]
+    assert (other.num_steps, other.last_step_id, other.forward_ns) == (7, 7, 9_000)
+
+
+def test_steps_that_never_get_all_answers_are_forgotten() -> None:
+    rig = Rig(StepTraceRule(1.0))
+    rig.tracing.begin_epoch(5, [RankTotals(rank, f"host:{rank}") for rank in range(2)])
+    for _ in range(500):
+        rig.step()
+    assert len(rig.tracing._open) <= 64
+    rig.tracing.end_epoch("gone")
+    assert not rig.tracing._open
+    rig.tracing.step_acknowledged(1, 3, StepTimings(0, 0, 0, 0, 0))
