@@ -1,9 +1,9 @@
 """Whether every request has one whole trace, whatever happens to it.
 
-500 mixed requests against a simulated device with few KV blocks and a short queue: plain ones, several sequences,
-high priorities that preempt others, cancels, deadlines, refusals at the door and by the queue; meanwhile a worker
-is killed. The services send their spans to `stepwire.traces`' receiver, and so does the client; afterwards each trace
-is held against what the client saw.
+500 mixed requests against a group of two simulated devices with few KV blocks and a short queue: plain ones, several
+sequences, high priorities that preempt others, cancels, deadlines, refusals at the door and by the queue; meanwhile
+one worker after the other is killed, and comes back. Services and client send their spans to the receiver of
+`stepwire.traces`; afterwards each trace is held against what the client saw.
 
 `complete`: share of requests with exactly one trace, one span of each side of the call and of the request, and the
 right status on all three. `orphans`: spans whose parent nobody sent. `sum_error_ok`: share of traces whose parts add up
@@ -13,14 +13,11 @@ with exactly one attempt span for each rank in each epoch in which the client or
 
 import argparse
 import asyncio
-import os
 import random
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 
 from benchmarks.report import Bar, report
@@ -29,12 +26,12 @@ from stepwire.rpc.environment import prepare_grpc
 prepare_grpc()
 
 from benchmarks.peers.event_loop import runner  # noqa: E402
-from benchmarks.peers.ours import StepwireServer  # noqa: E402
 from benchmarks.peers.processes import close_on_sigterm  # noqa: E402
 from benchmarks.ready import demo_model_path  # noqa: E402
 from benchmarks.tracing.check import Epochs, Verdict, check  # noqa: E402
 from benchmarks.tracing.collector import receiving  # noqa: E402
 from benchmarks.tracing.load import Ask, Outcome, make_asks, send  # noqa: E402
+from benchmarks.tracing.services import Services, serving  # noqa: E402
 from stepwire.client import AsyncClient  # noqa: E402
 from stepwire.telemetry import names  # noqa: E402
 from stepwire.telemetry.logs import configure_logging  # noqa: E402
@@ -42,17 +39,18 @@ from stepwire.telemetry.setup import Telemetry  # noqa: E402
 from stepwire.traces import TraceStore  # noqa: E402
 
 NUM_REQUESTS, QUICK_REQUESTS = 500, 150
-SERVER = (
-    "--device=sim",
-    "--sim-latency-s=0.004",
+NUM_RANKS = 2
+SCHEDULER = (
     "--max-model-len=1024",
-    "--max-num-seqs=24",
+    "--max-num-seqs=32",
     "--max-num-batched-tokens=256",
-    "--num-kv-blocks=96",
-    "--max-queued-requests=48",
+    "--num-kv-blocks=128",
+    "--max-queued-requests=100",
     "--trace-step-ratio=0.05",
-    "--trace-sample-ratio=1",
 )
+# When workers are killed: after so many ends of requests, as a share of all.
+KILL_AT = (0.25, 0.6)
+_DOWN_S = 0.5
 _GIVE_UP_S = 180.0
 _MAX_FAULTS = 200
 
@@ -73,44 +71,50 @@ def main() -> int:
     num_requests = QUICK_REQUESTS if options.quick else NUM_REQUESTS
     store = TraceStore(max_traces=20_000, max_spans=1_000_000)
     with receiving(store) as endpoint, tempfile.TemporaryDirectory(prefix="stepwire-traces-") as folder:
-        with closing(StepwireServer(model, Path(folder), *SERVER, f"--otlp-endpoint={endpoint}")) as server:
-            server.wait_ready()
-            with runner() as loop:
-                load = run_load(server, endpoint, num_requests, options.seed, kills=not options.no_kill)
-                outcomes, killed_at = loop.run(load)
+        traced = (f"--otlp-endpoint={endpoint}", "--trace-sample-ratio=1")
+        with serving(model, Path(folder), NUM_RANKS, SCHEDULER, traced) as services, runner() as loop:
+            load = run_load(services, endpoint, num_requests, options.seed, kills=not options.no_kill)
+            outcomes, killed_at = loop.run(load)
         # The services have ended, and so sent all that they had.
-        verdict = check(store, outcomes, Epochs(num_ranks=1, killed_at=killed_at))
+        verdict = check(store, outcomes, Epochs(NUM_RANKS, killed_at))
     for fault in verdict.faults[:_MAX_FAULTS]:
         print(f"trace_complete: {fault}", file=sys.stderr)
     return report(bars(verdict), figures(verdict, outcomes, store))
 
 
 async def run_load(
-    server: StepwireServer, endpoint: str, num_requests: int, seed: int, *, kills: bool
+    services: Services, endpoint: str, num_requests: int, seed: int, *, kills: bool
 ) -> tuple[list[Outcome], list[float]]:
     """Sends the mix; answers what came of each request, and when a worker was killed, on the monotonic clock."""
     telemetry = Telemetry.start(names.SERVICE_CLIENT, otlp_endpoint=endpoint)
     killed_at: list[float] = []
-    num_ended, many_ended = 0, asyncio.Event()
+    num_ended, ended = 0, asyncio.Condition()
 
     async def one(client: AsyncClient, ask: Ask) -> Outcome:
         nonlocal num_ended
         await asyncio.sleep(ask.delay_s)
         outcome = await send(client, telemetry.tracer_provider, ask)
-        num_ended += 1
-        if num_ended > num_requests // 3:
-            many_ended.set()
+        async with ended:
+            num_ended += 1
+            ended.notify_all()
         return outcome
 
-    asks = make_asks(num_requests, random.Random(seed))
-    async with AsyncClient(server.target, tracer_provider=telemetry.tracer_provider) as client:
-        tasks = [asyncio.create_task(one(client, ask)) for ask in asks]
-        everything = asyncio.gather(*tasks)
-        if kills:
-            await many_ended.wait()
+    async def kill_and_restart() -> None:
+        for number, share in enumerate(KILL_AT):
+            async with ended:
+                await ended.wait_for(lambda share=share: num_ended >= share * num_requests)
             killed_at.append(time.monotonic())
-            os.kill(server.worker_pid, signal.SIGKILL)
-        outcomes = await asyncio.wait_for(everything, _GIVE_UP_S)
+            services.kill_worker(number % NUM_RANKS)
+            await asyncio.sleep(_DOWN_S)
+            services.restart_worker(number % NUM_RANKS)
+
+    asks = make_asks(num_requests, random.Random(seed))
+    async with AsyncClient(services.target, tracer_provider=telemetry.tracer_provider) as client:
+        tasks = [asyncio.create_task(one(client, ask)) for ask in asks]
+        killing = asyncio.create_task(kill_and_restart()) if kills else None
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks), _GIVE_UP_S)
+        if killing is not None:
+            await killing
     await asyncio.to_thread(telemetry.shutdown)
     return list(outcomes), killed_at
 

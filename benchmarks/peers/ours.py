@@ -64,11 +64,6 @@ class StepwireServer:
         return [self._process.pid, *_children(self._process.pid)]
 
     @property
-    def worker_pid(self) -> int:
-        """The process id of its one worker."""
-        return next(pid for pid in _children(self._process.pid) if b"\0worker\0" in _command_line(pid))
-
-    @property
     def cpu_seconds(self) -> float:
         """User and system time of all its processes."""
         return sum(_cpu_ticks(pid) for pid in self.pids) / os.sysconf("SC_CLK_TCK")
@@ -111,10 +106,6 @@ async def _client(target: str) -> AsyncClient:
 
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _command_line(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _cpu_ticks(pid: int) -> int:

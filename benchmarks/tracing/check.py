@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from benchmarks.tracing.load import ROOT_SPAN, Outcome
 from stepwire.telemetry import names
@@ -16,10 +17,15 @@ _KILL_MARGIN_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """How the workers fared: ranks of each epoch, and when one was killed, on the clients' monotonic clock."""
+    """How the workers fared: ranks of each epoch, and when one was killed, on the clients' monotonic clock.
+
+    `numbers` are those of the epochs with steps, as the workers' own spans have them: one more than kills. A start
+    that fails on the way takes a number too.
+    """
 
     num_ranks: int
     killed_at: Sequence[float] = ()
+    numbers: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -42,6 +48,10 @@ def check(store: TraceStore, outcomes: Sequence[Outcome], epochs: Epochs) -> Ver
     """Looks at every trace that there is."""
     verdict = Verdict()
     traces = list(store.recent(limit=store.num_traces))
+    seen = {place[0] for trace in traces for place in _places(_worker_spans(trace))}
+    epochs = replace(epochs, numbers=sorted(seen))
+    if len(seen) != len(epochs.killed_at) + 1:
+        verdict.faults.append(f"workers tell of epochs {sorted(seen)} with {len(epochs.killed_at)} kills")
     by_id = {trace.trace_id: trace for trace in traces}
     _check_orphans(traces, verdict)
     verdict.num_step_traces = sum(trace.root.name == names.SPAN_STEP for trace in traces)
@@ -139,19 +149,20 @@ def _sum_error(trace: Trace, request: Span) -> tuple[float, bool]:
     return error_s, error_s <= 0.02 * server.duration_ns / 1e9 + 0.001
 
 
+def _worker_spans(trace: Trace) -> Iterable[Span]:
+    return (span for span in trace.spans if span.name in _WORKER_SPANS)
+
+
 def _places(spans: Iterable[Span]) -> list[tuple[int, int]]:
     return [(int(span.attributes[names.EPOCH]), int(span.attributes[names.RANK])) for span in spans]
 
 
 def _wanted_attempts(trace: Trace, outcome: Outcome, epochs: Epochs) -> set[tuple[int, int]]:
     """(epoch, rank) of which there must be an attempt: by the workers' own spans, and by when its tokens came."""
-    wanted = set(_places(span for span in trace.spans if span.name in _WORKER_SPANS))
-    first = min((epoch for epoch, _ in wanted), default=1)
-    for number, killed_at in enumerate(epochs.killed_at):
-        if any(time < killed_at - _KILL_MARGIN_S for time in outcome.token_times):
-            first = min(first, number + 1)
-        if any(time > killed_at + _KILL_MARGIN_S for time in outcome.token_times):
-            wanted |= {(number + 2, rank) for rank in range(epochs.num_ranks)}
-    if outcome.token_times:
-        wanted |= {(first, rank) for rank in range(epochs.num_ranks)}
-    return wanted
+    found = {epoch for epoch, _ in _places(_worker_spans(trace))}
+    bounds = [float("-inf"), *epochs.killed_at, float("inf")]
+    for number, (begin, end) in zip(epochs.numbers, pairwise(bounds), strict=False):
+        # What came close to a kill may be of either epoch.
+        if any(begin + _KILL_MARGIN_S < time < end - _KILL_MARGIN_S for time in outcome.token_times):
+            found.add(number)
+    return {(epoch, rank) for epoch in found for rank in range(epochs.num_ranks)}

@@ -53,7 +53,7 @@ def make_asks(num: int, rng: random.Random) -> list[Ask]:
             kind = "plain"
         request_id = f"{kind}-{number}"
         keywords: GenerateKeywords = {"max_tokens": rng.randrange(4, 120), "ignore_eos": True, "timeout": 120.0}
-        cancel_after, delay_s = 0, number // 60 * 1.2 + rng.random() * 0.3
+        cancel_after, delay_s = 0, number // 60 * 2.0 + rng.random() * 0.3
         if kind == "siblings":
             keywords["n"] = rng.randrange(2, 5)
         elif kind == "urgent":

@@ -36,6 +36,7 @@ def whole() -> Spans:
         named("queue", "request", 0, 10),
         named("decode", "request", 10, 100),
         *(replace(named(f"attempt{e}", "request", 0, 9, **place(e)), name=names.SPAN_ATTEMPT) for e in (1, 2)),
+        named(names.SPAN_WORKER_PREFILL, "request", 10, 20, **place(1)),
         named(names.SPAN_WORKER_DECODE, "request", 60, 90, **place(2)),
     ]
     return {one.span_id: one for one in spans}
