@@ -1,6 +1,7 @@
 """The worker process: one device behind WorkerService."""
 
 import asyncio
+import importlib
 import os
 import signal
 import sys
@@ -111,6 +112,18 @@ async def serve(settings: WorkerSettings, *, make_runtime: MakeRuntime | None = 
     return code
 
 
+def preload(settings: WorkerSettings) -> None:
+    """Imports what a worker of these settings computes with: a process that stands by then begins at once."""
+    if settings.device == "sim":
+        importlib.import_module("worker_service.runtime.sim")
+        return
+    importlib.import_module("worker_service.runtime.worker")
+    if settings.device == "cpu" and settings.native_kernels:
+        from worker_service.kernels import native
+
+        native.load()
+
+
 def _cannot_start(text: str) -> ExitCode:
     # Also when the log goes elsewhere or says less.
     sys.stderr.write(f"stepwire worker: {text}\n")
@@ -150,6 +163,7 @@ class Worker:
             roots=ModelRoots(settings.model_roots),
             fingerprint_of=fingerprint_of or _fingerprint,
             on_phase=self._on_phase,
+            on_hang=self._on_device_hangs,
             metrics=self.metrics,
         )
         self._servicer = WorkerServicer(self._lifecycle, self._device)
@@ -212,6 +226,10 @@ class Worker:
 
     def _on_fatal(self, error: BaseException) -> None:
         _log.critical("device_failed", exc_info=error)
+        self.stop(ExitCode.DEVICE_FAILED)
+
+    def _on_device_hangs(self) -> None:
+        _log.critical("device_hangs")
         self.stop(ExitCode.DEVICE_FAILED)
 
     async def _watch_scheduler(self) -> None:

@@ -99,6 +99,13 @@ class WorkerSettings(BaseModel):
         0.0, ge=0.0, le=3600.0, description="Seconds that each step of a simulated device takes on top."
     )
     sim_memory_bytes: int = Field(16 * 2**30, ge=1, le=2**50, description="Memory of a simulated device, in bytes.")
+    sim_fatal_token: int | None = Field(
+        None,
+        ge=0,
+        le=2**31 - 1,
+        description="Token id that crashes the process of a simulated device whenever a sequence comes that holds it, "
+        "to try recovery out.",
+    )
     model_roots: list[str] = Field(
         default_factory=list,
         max_length=64,

@@ -216,8 +216,10 @@ class WorkerPort(Protocol):
     async def initialize_cache(self, epoch: int, num_blocks: int, block_size: int, max_model_len: int) -> int:
         """Allocates the KV tensors; answers their bytes."""
 
-    def warm_up(self, epoch: int, max_step_tokens: int, max_sequences: int) -> AsyncIterator[tuple[int, int]]:
-        """Runs what would make the first requests slow; yields (parts done, parts in all)."""
+    def warm_up(
+        self, epoch: int, max_step_tokens: int, max_sequences: int, *, skip: bool
+    ) -> AsyncIterator[tuple[int, int]]:
+        """Runs what would make the first requests slow, unless they cannot wait; yields (parts done, parts in all)."""
 
     async def reset(self, epoch: int, scheduler_id: str, phase: Phase) -> Phase:
         """Takes it back to an earlier phase and into a new epoch."""

@@ -266,7 +266,11 @@ class GroupStarter:
         _log.info("cache", rank=rank.rank, blocks=num_blocks, block_size=self._plan.block_size, bytes=cache_bytes)
 
     async def _warm_up(self, rank: Rank, report: ProgressReport) -> None:
-        async for done, total in rank.port.warm_up(self._epoch, self._plan.max_step_tokens, self._plan.max_sequences):
+        # Requests wait for a group that was lost; a first start may take its time.
+        is_waited_for = self._num_blocks is not None
+        plan = self._plan
+        warm_up = rank.port.warm_up(self._epoch, plan.max_step_tokens, plan.max_sequences, skip=is_waited_for)
+        async for done, total in warm_up:
             report.update(rank.rank, "warm_up", done, total)
 
     @asynccontextmanager

@@ -123,9 +123,13 @@ class WorkerClient:
         response = await self._unary("InitializeCache", self._stub.InitializeCache, request, _UNARY_TIMEOUT_S)
         return int(response.cache_bytes)
 
-    async def warm_up(self, epoch: int, max_step_tokens: int, max_sequences: int) -> AsyncIterator[tuple[int, int]]:
-        """Runs what would make the first requests slow; yields (parts done, parts in all)."""
-        request = pb.WarmUpRequest(epoch=epoch, max_step_token_count=max_step_tokens, max_sequence_count=max_sequences)
+    async def warm_up(
+        self, epoch: int, max_step_tokens: int, max_sequences: int, *, skip: bool
+    ) -> AsyncIterator[tuple[int, int]]:
+        """Runs what would make the first requests slow, unless they cannot wait; yields (parts done, parts in all)."""
+        request = pb.WarmUpRequest(
+            epoch=epoch, max_step_token_count=max_step_tokens, max_sequence_count=max_sequences, skip=skip
+        )
         async for response in self._streamed("WarmUp", self._stub.WarmUp, request, _LOAD_TIMEOUT_S):
             yield response.done_count, response.total_count
 

@@ -35,7 +35,7 @@ _SCHEDULER_EXIT_S = 10.0
 
 
 def serve_here(settings: Settings) -> int:
-    """Serves until a signal comes or a child ends. Returns the exit status.
+    """Serves until a signal comes, or a child ends that is not to be replaced. Returns the exit status.
 
     Raises CheckpointError for a model that cannot be brought here, AddressInUse, and StepwireError for a checkpoint
     that cannot be served as the settings say, before anything is started; LogError with nothing left running.
@@ -54,9 +54,13 @@ def _serve_found(settings: Settings, found: Resolved, started: float) -> int:
     for rank, log_path in enumerate(log_paths):
         _say(f"worker {rank} logs to {log_path}")
     supervised = Supervisor(
-        child_spec("scheduler", "scheduler", scheduler),
+        replace(child_spec("scheduler", "scheduler", scheduler), has_standby=supervisor.standby),
         [
-            child_spec(f"worker {rank}", "worker", worker, log_path)
+            replace(
+                child_spec(f"worker {rank}", "worker", worker, log_path),
+                address=scheduler.workers[rank],
+                has_standby=supervisor.standby,
+            )
             for rank, (worker, log_path) in enumerate(zip(workers, log_paths, strict=True))
         ],
         drain_s=scheduler.shutdown_timeout + _SCHEDULER_EXIT_S,

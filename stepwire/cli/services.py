@@ -5,7 +5,7 @@ import click
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.settings_groups import SCHEDULER, SERVE, WORKER
 from stepwire.cli.settings_options import Settings, settings_options
-from stepwire.supervisor.parent import end_with_supervisor
+from stepwire.supervisor.parent import end_with_supervisor, is_standby
 from worker_service.settings import WorkerSettings
 
 
@@ -30,15 +30,20 @@ def scheduler(settings: Settings) -> int:
     It holds the request queue and the KV blocks, and answers clients. It connects to workers that
     run already or come up within --worker-timeout.
     """
-    end_with_supervisor()
+    line = end_with_supervisor()
     values = settings.build(SchedulerSettings)
     from loader.sources.resolve import resolve
     from scheduler_service.main import serve as serve_scheduler
+    from stepwire.cli.supervised import Supervised
     from stepwire.rpc.run import run
 
+    if line is not None and is_standby():
+        line.wait_for_go()
+    supervision = None if line is None else Supervised(line)
     with resolve(values.model, report=lambda text: click.echo(f"stepwire scheduler: {text}", err=True)) as found:
         name = values.served_model_name or found.name
-        return run(serve_scheduler(values.model_copy(update={"model": str(found.path), "served_model_name": name})))
+        values = values.model_copy(update={"model": str(found.path), "served_model_name": name})
+        return run(serve_scheduler(values, supervision))
 
 
 @click.command()
@@ -48,9 +53,13 @@ def worker(settings: Settings) -> int:
 
     It owns one device, loads what a scheduler tells it to and runs forward passes.
     """
-    end_with_supervisor()
+    line = end_with_supervisor()
     values = settings.build(WorkerSettings)
     from stepwire.rpc.run import run
+    from worker_service.main import preload
     from worker_service.main import serve as serve_worker
 
+    if line is not None and is_standby():
+        preload(values)
+        line.wait_for_go()
     return run(serve_worker(values))

@@ -45,7 +45,7 @@ SERVE = SettingsGroup(
                 "restart_store_bytes",
             ),
             *("adapter_slots", "max_adapter_rank", "adapter_host_bytes"),
-            *("sim_compute_flops", "sim_bandwidth_bytes", "sim_latency_s", "sim_memory_bytes"),
+            *("sim_compute_flops", "sim_bandwidth_bytes", "sim_latency_s", "sim_memory_bytes", "sim_fatal_token"),
         ],
         SupervisorSettings: list(SupervisorSettings.model_fields),
     },

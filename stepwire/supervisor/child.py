@@ -5,14 +5,17 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from stepwire.supervisor.parent import SUPERVISOR_VARIABLE
+from stepwire.supervisor.line import Lines, Record, encode
+from stepwire.supervisor.parent import STANDBY_VARIABLE, SUPERVISOR_VARIABLE
 
 _TAIL_BYTES = 65_536
+_READ_BYTES = 4096
 
 
 class LogError(OSError):
@@ -21,35 +24,75 @@ class LogError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to start. Output goes to `log_path`, or to the supervisor's own output for None."""
+    """What to start. Output goes to `log_path`, or to the supervisor's own output for None.
+
+    `address` is where a worker listens, by which a scheduler names it. With `has_standby` a second process is kept
+    that has made itself ready and waits to take the place of the first.
+    """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
     log_path: Path | None = None
+    address: str = ""
+    has_standby: bool = False
 
 
 class Child:
     """A child that was started. It is in a session of its own, so a terminal's Ctrl-C does not reach it."""
 
-    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, spec: ChildSpec, process: asyncio.subprocess.Process, line: socket.socket, on_record: "OnRecord"
+    ) -> None:
         self.spec = spec
+        self.was_told = False
+        """Whether it was sent a signal from here."""
         self._process = process
+        self._line = line
+        self._lines = Lines()
+        self._on_record = on_record
+        self._is_given_up = False
+        asyncio.get_running_loop().add_reader(line, self._read)
 
     @classmethod
-    async def start(cls, spec: ChildSpec) -> "Child":
-        """Starts it. Raises OSError when it cannot be started, LogError when its log cannot be written."""
-        with contextlib.ExitStack() as stack:
-            output = stack.enter_context(_open_log(spec.log_path)) if spec.log_path else None
-            process = await asyncio.create_subprocess_exec(
-                *spec.command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env={**spec.environment, SUPERVISOR_VARIABLE: str(os.getpid())},
-                start_new_session=True,
-            )
-        return cls(spec, process)
+    async def start(
+        cls,
+        spec: ChildSpec,
+        on_record: "OnRecord" = lambda _record: None,
+        *,
+        is_first: bool = True,
+        is_standby: bool = False,
+    ) -> "Child":
+        """Starts it. `on_record` takes what it says over its line. The log of the first begins anew.
+
+        Raises OSError when it cannot be started, LogError when its log cannot be written.
+        """
+        ours, theirs = socket.socketpair()
+        environment = {**spec.environment, SUPERVISOR_VARIABLE: str(os.getpid())}
+        if is_standby:
+            environment[STANDBY_VARIABLE] = "1"
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(theirs)
+                output = stack.enter_context(_open_log(spec.log_path, is_new=is_first)) if spec.log_path else None
+                process = await asyncio.create_subprocess_exec(
+                    *spec.command,
+                    stdin=theirs.fileno(),
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        ours.setblocking(False)
+        return cls(spec, process, ours, on_record)
+
+    @property
+    def process_id(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     @property
     def status(self) -> int | None:
@@ -60,8 +103,25 @@ class Child:
         """Waits until it has ended."""
         return await self._process.wait()
 
+    def say(self, record: Record) -> None:
+        """Tells it something, unless it has ended or does not listen."""
+        with contextlib.suppress(OSError):
+            self._line.send(encode(record))
+
+    def give_up(self) -> None:
+        """Ends it at once, because it does not answer."""
+        self._is_given_up = True
+        self.send(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Closes the line to it, which ends it if it still runs."""
+        if self._line.fileno() != -1:
+            asyncio.get_running_loop().remove_reader(self._line)
+            self._line.close()
+
     def send(self, number: signal.Signals) -> None:
         """Sends a signal, unless it has ended."""
+        self.was_told = True
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
@@ -69,18 +129,36 @@ class Child:
         """One line: how it ended, what it said last and where its log is. Call it after the end."""
         status = self.status or 0
         how = f"exited with status {status}" if status >= 0 else _signal_text(-status)
+        if self._is_given_up:
+            how = "did not answer and was killed"
         # What is no error explains no kill.
         said = _last_words(self.spec.log_path, errors_only=status < 0) if self.spec.log_path else ""
         where = f"; log: {self.spec.log_path}" if self.spec.log_path else ""
         return f"{self.spec.name} {how}{': ' + said if said else ''}{where}"
 
+    def _read(self) -> None:
+        try:
+            data = self._line.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            # It has ended, or has closed its end: nothing more comes.
+            asyncio.get_running_loop().remove_reader(self._line)
+        for record in self._lines.feed(data):
+            self._on_record(record)
 
-def _open_log(path: Path) -> BinaryIO:
+
+OnRecord = Callable[[Record], None]
+
+
+def _open_log(path: Path, *, is_new: bool) -> BinaryIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if is_new and path.exists():
             path.replace(path.with_suffix(".previous.log"))
-        return path.open("wb")
+        return path.open("wb" if is_new else "ab")
     except OSError as error:
         text = f"logs cannot be written to {path} ({error.strerror or error}): choose another folder with --log-dir"
         raise LogError(error.errno or 0, text) from error

@@ -20,3 +20,8 @@ class SupervisorSettings(BaseModel):
     log_dir: str = Field(
         default_factory=default_log_dir, min_length=1, description="Folder for the log file of each worker."
     )
+    standby: bool = Field(
+        default=True,
+        description="Keep a second process for scheduler and worker that has imported all it needs, so that one that "
+        "ends is replaced without that wait.",
+    )

@@ -1,15 +1,21 @@
-"""Runs scheduler and workers as one: starts them together, ends them in order, leaves none behind."""
+"""Runs scheduler and workers as one: starts them together, keeps them going, ends them in order, leaves none behind."""
 
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from stepwire.supervisor.child import Child, ChildSpec
+from stepwire.supervisor.child import ChildSpec
+from stepwire.supervisor.keeper import Keeper
+from stepwire.supervisor.line import Record
 
 # What ends one child mostly ends others too; the first cause is best told from all of them.
 _COLLECT_S = 0.5
 _WORKER_EXIT_S = 10.0
+# Statuses with which a scheduler says that another one would fare no better: it could not start, it has lost its
+# workers for good, or another scheduler has them.
+_FINAL_STATUSES = frozenset({1, 3, 4})
 
 
 class Supervisor:
@@ -22,36 +28,44 @@ class Supervisor:
     def __init__(
         self, scheduler: ChildSpec, workers: Sequence[ChildSpec], *, drain_s: float, report: Callable[[str], None]
     ) -> None:
-        self._specs = (*workers, scheduler)
         self._drain_s = drain_s
         self._report = report
-        self._children: list[Child] = []
+        self._scheduler = Keeper(scheduler, self._on_record)
+        self._workers = [Keeper(worker, self._on_record) for worker in workers]
+        self._tasks: dict[Keeper, asyncio.Task[None]] = {}
         self._signals: list[signal.Signals] = []
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
+        self._is_ready = False
+        self._over: asyncio.Event = asyncio.Event()
 
-    async def run(self, while_running: Callable[[], Awaitable[None]]) -> int:
+    async def run(self, until_ready: Callable[[], Awaitable[None]]) -> int:
         """Starts everything and returns the exit status when everything has ended.
 
-        `while_running` runs beside the children and is cancelled when they are to end.
-        0: ended by a signal, and cleanly. 1: a child ended by itself or could not be ended cleanly.
-        128 + n: a second signal n.
+        `until_ready` runs beside the children; before it has returned, the end of one is the end of all. Afterwards
+        a child that ends is replaced.
+        0: ended by a signal, and cleanly. 1: a child ended and was not to be replaced, or could not be ended cleanly.
+        3, 4: the scheduler's own status, see there. 128 + n: a second signal n.
         """
         with self._signal_handlers():
             try:
-                return await self._run(while_running)
+                return await self._run(until_ready)
             finally:
                 await self._kill_all()
 
-    async def _run(self, while_running: Callable[[], Awaitable[None]]) -> int:
-        started = await asyncio.gather(*map(Child.start, self._specs), return_exceptions=True)
-        self._children.extend(child for child in started if isinstance(child, Child))
+    @property
+    def _keepers(self) -> Sequence[Keeper]:
+        return (*self._workers, self._scheduler)
+
+    async def _run(self, until_ready: Callable[[], Awaitable[None]]) -> int:
+        started = await asyncio.gather(*(keeper.start() for keeper in self._keepers), return_exceptions=True)
         for failure in started:
             if isinstance(failure, BaseException):
                 raise failure
-        beside = asyncio.ensure_future(while_running())
+        beside = asyncio.ensure_future(self._become_ready(until_ready))
+        self._tasks = {k: asyncio.create_task(self._keep(k), name=f"keeper of {k.spec.name}") for k in self._keepers}
         try:
-            await self._until_stop_or_end()
+            await _first_of(self._stop.wait(), self._over.wait())
         finally:
             beside.cancel()
             await asyncio.gather(beside, return_exceptions=True)
@@ -59,53 +73,89 @@ class Supervisor:
             return await self._report_end()
         return await self._drain()
 
-    async def _until_stop_or_end(self) -> None:
-        waits = [asyncio.create_task(child.wait()) for child in self._children]
-        waits.append(asyncio.create_task(self._stop.wait()))
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+    async def _become_ready(self, until_ready: Callable[[], Awaitable[None]]) -> None:
+        await until_ready()
+        self._is_ready = True
+        for keeper in self._keepers:
+            keeper.keep_standby()
+
+    # Keeping children going.
+
+    async def _keep(self, keeper: Keeper) -> None:
+        """Replaces the child each time that it ends; ends all when it is not to be replaced."""
+        while (child := keeper.child) is not None:
+            status = await child.wait()
+            is_final = keeper is self._scheduler and status in _FINAL_STATUSES
+            if not self._is_ready or is_final or not keeper.may_go_on:
+                self._over.set()
+                return
+            text = child.describe_end()
+            self._report(f"{text}; it is started again")
+            if keeper is not self._scheduler and self._scheduler.child is not None:
+                ended = {"ended": keeper.spec.address, "process_id": child.process_id, "status": status, "text": text}
+                self._scheduler.child.say(ended)
+            try:
+                await keeper.replace()
+            except OSError as error:
+                self._report(f"{keeper.spec.name} cannot be started again: {error}")
+                self._over.set()
+                return
+
+    def _on_record(self, record: Record) -> None:
+        """A scheduler asks for another worker in place of one that does not answer."""
+        for keeper in self._workers:
+            child = keeper.child
+            if child is None or record.get("replace") != keeper.spec.address:
+                continue
+            if record.get("process_id") == child.process_id and child.status is None:
+                child.give_up()
+
+    # The end.
 
     async def _report_end(self) -> int:
         """Says why a child ended by itself; a worker's end is the cause of a scheduler's."""
-        ends = [asyncio.create_task(child.wait()) for child in self._children]
+        children = [keeper.child for keeper in self._keepers if keeper.child is not None]
+        await self._settle(self._keepers)
+        ends = [asyncio.create_task(child.wait()) for child in children]
         await asyncio.wait(ends, timeout=_COLLECT_S)
         for end in ends:
             end.cancel()
-        order = {spec.name: index for index, spec in enumerate(self._specs)}
-        ended = sorted(
-            (child for child in self._children if child.status is not None), key=lambda c: order[c.spec.name]
-        )
-        for child in ended:
-            self._report(child.describe_end())
-        return 1
+        for child in children:
+            if child.status is not None:
+                self._report(child.describe_end())
+        scheduler = self._scheduler.child
+        status = None if scheduler is None else scheduler.status
+        return status if self._is_ready and status in _FINAL_STATUSES else 1
 
     async def _drain(self) -> int:
-        """The scheduler ends first, since requests that run need their workers."""
-        *worker_specs, scheduler_spec = self._specs
+        """The scheduler ends first, since requests that run need their workers; these are kept going until then."""
         status = 0
-        for specs, limit_s in (((scheduler_spec,), self._drain_s), (worker_specs, _WORKER_EXIT_S)):
-            children = [child for child in self._children if child.spec in specs]
-            for child in children:
-                child.send(signal.SIGTERM)
-            status |= await self._await_ends(children, limit_s)
+        for keepers, limit_s in (((self._scheduler,), self._drain_s), (self._workers, _WORKER_EXIT_S)):
+            await self._settle(keepers)
+            status |= await self._end(keepers, limit_s)
             if self._kill.is_set():
                 return 128 + self._signals[-1]
         return status
 
-    async def _await_ends(self, children: Sequence[Child], limit_s: float) -> int:
-        killed = asyncio.create_task(self._kill.wait())
-        ends = asyncio.gather(*(child.wait() for child in children))
-        try:
-            await asyncio.wait((killed, ends), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            killed.cancel()
-            ends.cancel()
-            await asyncio.gather(killed, ends, return_exceptions=True)  # or asyncio says on stderr that nobody did
-        status = 0
+    async def _settle(self, keepers: Sequence[Keeper]) -> None:
+        """Replaces nobody any more."""
+        tasks = [self._tasks[keeper] for keeper in keepers]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for keeper in keepers:
+            await keeper.settle()
+
+    async def _end(self, keepers: Sequence[Keeper], limit_s: float) -> int:
+        children = [child for keeper in keepers for child in keeper.started if child.status is None]
+        gone = [k.child for k in keepers if k.child is not None and k.child not in children]
         for child in children:
+            child.send(signal.SIGTERM)
+        ends = asyncio.gather(*(child.wait() for child in children))
+        await _first_of(self._kill.wait(), ends, timeout_s=limit_s)
+        await asyncio.gather(ends, return_exceptions=True)
+        status = 0
+        for child in (*children, *gone):
             if child.status is None and not self._kill.is_set():
                 self._report(f"{child.spec.name} did not end within {limit_s:g} s and is killed")
                 status = 1
@@ -116,10 +166,14 @@ class Supervisor:
         return status
 
     async def _kill_all(self) -> None:
-        for child in self._children:
+        await self._settle([keeper for keeper in self._keepers if keeper in self._tasks])
+        children = [child for keeper in self._keepers for child in keeper.started]
+        for child in children:
             if child.status is None:
                 child.send(signal.SIGKILL)
-        await asyncio.gather(*(child.wait() for child in self._children))
+        await asyncio.gather(*(child.wait() for child in children))
+        for child in children:
+            child.close()
 
     @contextmanager
     def _signal_handlers(self) -> Iterator[None]:
@@ -140,3 +194,14 @@ class Supervisor:
             self._report(f"{number.name}: ending after the requests that run; once more ends at once")
         else:
             self._kill.set()
+
+
+async def _first_of(*works: Awaitable[Any], timeout_s: float | None = None) -> None:
+    """Waits until one of them is done, or so long; the others are cancelled."""
+    futures = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)  # or asyncio says on stderr that nobody did

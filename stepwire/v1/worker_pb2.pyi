@@ -450,22 +450,26 @@ class WarmUpRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     MAX_STEP_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
+    SKIP_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch."""
     max_step_token_count: _builtins.int
     """Most tokens of one step."""
     max_sequence_count: _builtins.int
     """Most sequences of one step."""
+    skip: _builtins.bool
+    """Be ready at once, for a group that is waited for: what a warm-up runs falls to the first steps."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         max_step_token_count: _builtins.int = ...,
         max_sequence_count: _builtins.int = ...,
+        skip: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "max_sequence_count", b"max_sequence_count", "max_step_token_count", b"max_step_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "max_sequence_count", b"max_sequence_count", "max_step_token_count", b"max_step_token_count", "skip", b"skip"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,11 +71,16 @@ def wait_serving(target: str, process: subprocess.Popen[bytes], log_path: Path) 
 
 
 def children(pid: int) -> dict[str, int]:
-    """Process ids of a supervisor's children by their command: "scheduler", "worker"."""
-    found = {}
+    """Process ids of a supervisor's children by their command: "scheduler", "worker".
+
+    Of two with one command the younger stands by.
+    """
+    found: dict[str, int] = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
-        found[words[words.index("stepwire.cli.main") + 1]] = int(child)
+        if "stepwire.cli.main" in words:  # not before it executes
+            command = words[words.index("stepwire.cli.main") + 1]
+            found[command] = min(int(child), found.get(command, int(child)))
     return found
 
 
@@ -121,7 +126,7 @@ class ServeStack:
 def serving(model: Path, folder: Path, *flags: str) -> Iterator[ServeStack]:
     """`stepwire serve` on a free port, ready."""
     port, log_path = free_port(), folder / "serve.log"
-    arguments = ["serve", "--model", str(model), "--port", str(port), "--log-dir", str(folder / "logs")]
+    arguments = ["serve", "--model", str(model), "--port", str(port), "--log-dir", str(folder / "logs"), "--no-standby"]
     limits = ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--kv-cache-bytes", "32MiB", "--threads", "1"]
     with running([*arguments, *limits, *flags], log_path) as process:
         stack = ServeStack(process, f"127.0.0.1:{port}", log_path)

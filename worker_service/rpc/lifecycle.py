@@ -35,6 +35,8 @@ MAX_STEP_TOKENS = 2**20
 MAX_SEQUENCES = 2**16
 MAX_BLOCK_SIZE = 2**12
 MAX_INT32 = 2**31 - 1
+# No step lasts so long beyond the time after which a scheduler calls it hung.
+DEVICE_BACK_S = 20.0
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZE = ("none", *ROUNDINGS)
 
@@ -59,8 +61,10 @@ class Lifecycle:
         roots: ModelRoots,
         fingerprint_of: Callable[[Path], str],
         on_phase: Callable[[Phase], Awaitable[None]],
+        on_hang: Callable[[], None],
         metrics: Metrics,
     ) -> None:
+        """`on_hang` is called when the device does not come back from what it does, so that a reset cannot be."""
         self.state = WorkerState()
         self._metrics = WorkerMetrics(metrics, self.state, lambda: getattr(device.runtime, "num_sequences", 0))
         self.session: StepSession | None = None
@@ -69,6 +73,7 @@ class Lifecycle:
         self._roots = roots
         self._fingerprint_of = fingerprint_of
         self._on_phase = on_phase
+        self._on_hang = on_hang
         self._lock = asyncio.Lock()
         self.adapters = AdapterCalls(self.state, device, roots, self._change)
         self._changes: set[asyncio.Task[Any]] = set()
@@ -103,16 +108,22 @@ class Lifecycle:
         check_number("max_model_len", max_model_len, 1, MAX_INT32)
         return await self._change(self._initialize_cache(epoch, num_blocks, block_size, max_model_len))
 
-    async def warm_up(self, epoch: int, size: Warm, progress: WarmUpProgress) -> None:
-        """CACHED → READY. After it steps up to `size` may come."""
+    async def warm_up(self, epoch: int, size: Warm, progress: WarmUpProgress, *, skip: bool = False) -> None:
+        """CACHED → READY. After it steps up to `size` may come; with `skip` they are the first that run."""
         _check_step_size(size.max_step_tokens, size.max_sequences)
-        await self._change(self._warm_up(epoch, size, progress))
+        await self._change(self._warm_up(epoch, size, progress, skip=skip))
 
     async def reset(self, epoch: int, scheduler_id: str, to: Phase) -> Phase:
         """Any phase → `to` or an earlier one, in a new epoch; drops all sequences."""
         if self.state.is_new_epoch(epoch, scheduler_id):
             self._interrupt(stale_epoch(held=epoch, got=self.state.epoch))
-        return await self._change(self._reset(epoch, scheduler_id, to))
+        try:
+            async with asyncio.timeout(DEVICE_BACK_S):
+                return await self._change(self._reset(epoch, scheduler_id, to))
+        except TimeoutError:
+            self._on_hang()
+            text = f"the device did not come back within {DEVICE_BACK_S:g} s from what it does; the worker ends itself"
+            raise StepwireError("WORKER_FAILED", text) from None
 
     def ready_session(self, epoch: int) -> StepSession:
         """The session that a step stream joins. Raises StepwireError STALE_EPOCH or WRONG_PHASE."""
@@ -254,7 +265,7 @@ class Lifecycle:
         await self._enter(Phase.CACHED)
         return cache_bytes
 
-    async def _warm_up(self, epoch: int, size: Warm, progress: WarmUpProgress) -> None:
+    async def _warm_up(self, epoch: int, size: Warm, progress: WarmUpProgress, *, skip: bool) -> None:
         state = self.state
         state.require_epoch(epoch)
         if state.phase is Phase.READY and state.warm == size:
@@ -264,13 +275,13 @@ class Lifecycle:
         if state.measured is not None:
             check_number("max_step_token_count", size.max_step_tokens, 1, state.measured.max_step_tokens)
             check_number("max_sequence_count", size.max_sequences, 1, state.measured.max_sequences)
-        is_warm = state.warm == size
-        if state.place is not None and state.place.num_ranks > 1:
+        is_warm = skip or state.warm == size
+        if not skip and state.place is not None and state.place.num_ranks > 1:
             # Its steps need all ranks, and one of them may be another process now.
             is_warm = await self._device.run(partial(_on_all_ranks, is_so=is_warm))
         if not is_warm:
             await self._device.run(lambda r: r.warm_up(size.max_step_tokens, size.max_sequences, progress.report))
-            state.warm = size
+        state.warm = size
         self.session = self._new_session(size)
         await self._enter(Phase.READY)
 

@@ -130,7 +130,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """See worker.proto."""
         progress = WarmUpProgress()
         size = Warm(request.max_step_token_count, request.max_sequence_count)
-        work = asyncio.create_task(self._lifecycle.warm_up(request.epoch, size, progress))
+        work = asyncio.create_task(self._lifecycle.warm_up(request.epoch, size, progress, skip=request.skip))
         with self._call():
             try:
                 async with aclosing(changes(progress, work)) as reports:

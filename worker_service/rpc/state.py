@@ -64,7 +64,7 @@ class Cached:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """The largest step that was warmed up for."""
+    """The largest step that the worker is ready for."""
 
     max_step_tokens: int
     max_sequences: int

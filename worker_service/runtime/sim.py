@@ -7,6 +7,7 @@ protocol, recovery, the door under load, sizes that no machine at hand has.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -62,6 +63,8 @@ class SimSettings(Protocol):
     def sim_latency_s(self) -> float: ...
     @property
     def sim_memory_bytes(self) -> int: ...
+    @property
+    def sim_fatal_token(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,9 @@ class SimRuntime:
 
     def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
         """Executes a step. Raises StateMismatch, with nothing changed, when it disagrees with what is held."""
+        fatal = self._settings.sim_fatal_token
+        if fatal is not None and any(fatal in new.token_ids for new in step.new_sequences):
+            os.abort()
         return self._need_runner().execute(step, on_launch)
 
     def start_profile(self, max_steps: int) -> None:  # noqa: ARG002

@@ -161,12 +161,13 @@ async def test_what_is_no_error_explains_no_kill(tmp_path: Path) -> None:
     )
 
 
-async def test_a_killed_worker_is_reported_and_the_scheduler_ended(tmp_path: Path) -> None:
+async def test_a_worker_killed_before_all_is_ready_is_reported_and_the_scheduler_ended(tmp_path: Path) -> None:
     stack = Stack(tmp_path)
 
     async def kill_the_worker() -> None:
         await stack.until_up()
         os.kill(stack.pid("worker"), signal.SIGKILL)
+        await forever()
 
     assert await stack.supervisor.run(kill_the_worker) == 1
     assert "worker was killed by SIGKILL (the kernel does this when memory runs out)" in stack.lines[0]
@@ -185,7 +186,7 @@ async def test_the_cause_comes_before_the_consequence(tmp_path: Path) -> None:
 async def test_a_child_that_cannot_be_started_leaves_none_behind(tmp_path: Path) -> None:
     stack = Stack(tmp_path)
     missing = ChildSpec("worker", ("/nowhere/python",), {})
-    supervisor = Supervisor(stack.supervisor._specs[-1], [missing], drain_s=1, report=stack.lines.append)
+    supervisor = Supervisor(stack.supervisor._scheduler.spec, [missing], drain_s=1, report=stack.lines.append)
     with pytest.raises(FileNotFoundError):
         await supervisor.run(stack.until_up)
     assert str(tmp_path).encode() not in command_lines()

@@ -1,0 +1,65 @@
+"""The supervisor, as a scheduler's engine sees it: over the line between the two processes."""
+
+import asyncio
+import threading
+from collections import OrderedDict
+
+from scheduler_service.engine.supervision import ProcessEnd
+from stepwire.supervisor.line import Record, SupervisorLine
+
+_NUM_KEPT = 64
+
+
+class Supervised:
+    """Implements scheduler_service.engine.supervision.Supervision. Workers are processes of this machine."""
+
+    def __init__(self, line: SupervisorLine) -> None:
+        self._line = line
+        self._lock = threading.Lock()
+        self._ends: OrderedDict[int, ProcessEnd] = OrderedDict()
+        self._waiting: list[tuple[int, asyncio.AbstractEventLoop, asyncio.Future[ProcessEnd]]] = []
+        line.listen(self._hear)
+
+    async def end_of(self, address: str, process_id: int, timeout_s: float) -> ProcessEnd | None:
+        """See Supervision."""
+        del address  # on one machine a process id says all
+        loop = asyncio.get_running_loop()
+        told: asyncio.Future[ProcessEnd] = loop.create_future()
+        with self._lock:
+            if process_id in self._ends:
+                return self._ends[process_id]
+            waiting = (process_id, loop, told)
+            self._waiting.append(waiting)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await told
+        except TimeoutError:
+            return None
+        finally:
+            with self._lock:
+                if waiting in self._waiting:
+                    self._waiting.remove(waiting)
+
+    def replace(self, address: str, process_id: int) -> None:
+        """See Supervision."""
+        self._line.say({"replace": address, "process_id": process_id})
+
+    def _hear(self, record: Record) -> None:
+        """On the thread that reads the line."""
+        if "ended" not in record:
+            return
+        process_id = int(record["process_id"])
+        end = ProcessEnd(int(record["status"]), str(record["text"]))
+        with self._lock:
+            self._ends[process_id] = end
+            while len(self._ends) > _NUM_KEPT:
+                self._ends.popitem(last=False)
+            told = [waiting for waiting in self._waiting if waiting[0] == process_id]
+            self._waiting = [waiting for waiting in self._waiting if waiting[0] != process_id]
+        for _, loop, future in told:
+            loop.call_soon_threadsafe(_answer, future, end)
+
+
+def _answer(future: "asyncio.Future[ProcessEnd]", end: ProcessEnd) -> None:
+    if not future.done():
+        future.set_result(end)

@@ -1,0 +1,93 @@
+"""The line between a child and its supervisor: records as lines of JSON, over the socket that is the child's stdin.
+
+To a child: `go`, which a stand-by waits for, and `ended`, which tells a scheduler how a worker's process
+ended. To the supervisor: `replace`, by which a scheduler gives up a worker that does not answer.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Record = Mapping[str, Any]
+
+_MAX_LINE_BYTES = 65_536
+_READ_BYTES = 4096
+
+
+def encode(record: Record) -> bytes:
+    """A record as it goes over the line."""
+    return json.dumps(record).encode() + b"\n"
+
+
+class Lines:
+    """Cuts what comes over the line into records. What is no record is dropped: the other side is ours."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Record]:
+        """The records that are whole now."""
+        *lines, rest = (self._rest + data).split(b"\n")
+        self._rest = rest if len(rest) <= _MAX_LINE_BYTES else b""
+        records: list[Record] = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    records.append(record)
+        return records
+
+
+class SupervisorLine:
+    """A child's end. A thread of its own reads it, and ends the process when the supervisor is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._kept: list[Record] = []
+        self._listener: Callable[[Record], None] | None = None
+        self._may_go = threading.Event()
+        threading.Thread(target=self._read, name="supervisor-line", daemon=True).start()
+
+    def wait_for_go(self) -> None:
+        """Blocks until the supervisor wants this stand-by to begin."""
+        self._may_go.wait()
+
+    def listen(self, listener: Callable[[Record], None]) -> None:
+        """Hands over what has come, and all that comes from now on, on the reading thread."""
+        with self._lock:
+            kept, self._kept, self._listener = self._kept, [], listener
+        for record in kept:
+            listener(record)
+
+    def say(self, record: Record) -> None:
+        """Tells the supervisor something. Never blocks for long, never raises: it reads all the time, or is gone."""
+        with contextlib.suppress(OSError):
+            self._connection.sendall(encode(record))
+
+    def _read(self) -> None:
+        lines = Lines()
+        while data := self._receive():
+            for record in lines.feed(data):
+                self._take(record)
+        os._exit(1)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv(_READ_BYTES)
+        except OSError:
+            return b""
+
+    def _take(self, record: Record) -> None:
+        if "go" in record:
+            self._may_go.set()
+            return
+        with self._lock:
+            if self._listener is None:
+                self._kept.append(record)
+                return
+        self._listener(record)

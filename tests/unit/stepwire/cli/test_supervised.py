@@ -1,0 +1,61 @@
+"""The supervisor as the engine sees it."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from scheduler_service.engine.supervision import ProcessEnd
+from stepwire.cli.supervised import Supervised
+from stepwire.supervisor.line import Record
+
+
+class Line:
+    """A line without a socket."""
+
+    def __init__(self) -> None:
+        self.said: list[Record] = []
+        self.hear: Callable[[Record], None] = lambda _record: None
+
+    def listen(self, listener: Callable[[Record], None]) -> None:
+        self.hear = listener
+
+    def say(self, record: Record) -> None:
+        self.said.append(record)
+
+    def tell(self, record: Record) -> None:
+        """From another thread, as the real one does."""
+        thread = threading.Thread(target=self.hear, args=(record,))
+        thread.start()
+        thread.join()
+
+
+ENDED = {"ended": "127.0.0.1:5", "process_id": 77, "status": -9, "text": "worker 0 was killed by SIGKILL"}
+END = ProcessEnd(-9, "worker 0 was killed by SIGKILL")
+
+
+async def test_an_end_is_known_whether_it_is_told_before_or_while_it_is_waited_for() -> None:
+    line = Line()
+    supervised = Supervised(line)  # type: ignore[arg-type]
+    waiting = asyncio.create_task(supervised.end_of("127.0.0.1:5", 77, 5))
+    other = asyncio.create_task(supervised.end_of("127.0.0.1:5", 78, 0.2))
+    await asyncio.sleep(0)
+    line.tell({"nothing": "of ours"})
+    line.tell(ENDED)
+    assert await waiting == END
+    assert await supervised.end_of("127.0.0.1:5", 77, 0) == END
+    assert await other is None
+
+
+async def test_ends_are_not_kept_for_ever() -> None:
+    line = Line()
+    supervised = Supervised(line)  # type: ignore[arg-type]
+    for process_id in range(1000):
+        line.tell({**ENDED, "process_id": process_id})
+    assert await supervised.end_of("", 999, 0) == END
+    assert await supervised.end_of("", 0, 0) is None
+
+
+def test_another_worker_is_asked_for_by_address_and_process() -> None:
+    line = Line()
+    Supervised(line).replace("127.0.0.1:5", 77)  # type: ignore[arg-type]
+    assert line.said == [{"replace": "127.0.0.1:5", "process_id": 77}]

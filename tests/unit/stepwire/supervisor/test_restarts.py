@@ -1,0 +1,186 @@
+"""The supervisor once all is ready: who ends is replaced, and it says so. Small scripts stand for the services."""
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stepwire.supervisor import keeper
+from stepwire.supervisor.child import ChildSpec
+from stepwire.supervisor.supervisor import Supervisor
+
+ADDRESS = "127.0.0.1:7"
+
+# Writes a line of its process id when it begins; one that stands by does so when it may go. Then obeys a file.
+SCRIPT = """
+    import json, os, pathlib, signal, sys, time
+    from stepwire.supervisor.parent import end_with_supervisor, is_standby
+    name, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+    line = end_with_supervisor()
+    def note(what):
+        with (folder / name).open("a") as file: file.write(f"{what} {os.getpid()}\\n")
+    line.listen(lambda record: note(json.dumps(record)))
+    if is_standby():
+        note("stands-by")
+        line.wait_for_go()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    note("began")
+    while not (folder / f"{name}.exit").exists():
+        ask = folder / f"{name}.ask"
+        if ask.exists():
+            line.say(json.loads(ask.read_text()))
+            ask.unlink()
+        time.sleep(0.005)
+    os._exit(int((folder / f"{name}.exit").read_text()))
+"""
+
+
+class Stack:
+    """A supervisor over scripts; `lines` is what it reports."""
+
+    def __init__(self, folder: Path, *, has_standby: bool = False) -> None:
+        self.folder = folder
+        self.lines: list[str] = []
+        self._is_ready = asyncio.Event()
+        specs = [self._spec(name, has_standby=has_standby and name == "worker") for name in ("scheduler", "worker")]
+        self.supervisor = Supervisor(specs[0], specs[1:], drain_s=20, report=self.lines.append)
+        self.run = asyncio.create_task(self.supervisor.run(self._ready))
+
+    def _spec(self, name: str, *, has_standby: bool) -> ChildSpec:
+        command = (sys.executable, "-c", textwrap.dedent(SCRIPT), name, str(self.folder))
+        return ChildSpec(name, command, dict(os.environ), None, ADDRESS if name == "worker" else "", has_standby)
+
+    async def _ready(self) -> None:
+        await until(lambda: bool(self.pids("scheduler") and self.pids("worker")))
+        self._is_ready.set()
+
+    async def ready(self) -> None:
+        await self._is_ready.wait()
+        await asyncio.sleep(0)
+
+    def notes(self, name: str) -> list[str]:
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def pids(self, name: str, what: str = "began") -> list[int]:
+        """Of the processes that noted `what`, in their order."""
+        return [int(note.rpartition(" ")[2]) for note in self.notes(name) if note.startswith(what)]
+
+    async def stop(self) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await self.run
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Other processes tell this one by files, which have no events."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_that_is_killed_is_replaced_and_the_scheduler_is_told(tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    await stack.ready()
+    (first,) = stack.pids("worker")
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: len(stack.pids("worker")) == 2 and any("ended" in note for note in stack.notes("scheduler")))
+    (told,) = [note for note in stack.notes("scheduler") if "ended" in note]
+    for part in (f'"ended": "{ADDRESS}"', f'"process_id": {first}', '"status": -9', "killed by SIGKILL"):
+        assert part in told
+    assert len(stack.pids("scheduler")) == 1
+    assert "worker was killed by SIGKILL" in stack.lines[0]
+    assert "started again" in stack.lines[0]
+    assert await stack.stop() == 0
+
+
+async def test_a_scheduler_that_is_killed_is_replaced_and_the_worker_stays(tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    await stack.ready()
+    os.kill(stack.pids("scheduler")[0], signal.SIGKILL)
+    await until(lambda: len(stack.pids("scheduler")) == 2)
+    assert len(stack.pids("worker")) == 1
+    assert await stack.stop() == 0
+
+
+async def test_one_that_stands_by_takes_the_place_and_another_stands_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "STANDBY_AFTER_S", 0.05)
+    stack = Stack(tmp_path, has_standby=True)
+    await stack.ready()
+    for _ in range(2):
+        num = len(stack.pids("worker"))
+        await until(lambda num=num: len(stack.pids("worker", "stands-by")) == num)
+        waiting, now = stack.pids("worker", "stands-by")[-1], stack.pids("worker")[-1]
+        assert waiting not in stack.pids("worker")
+        os.kill(now, signal.SIGKILL)
+        await until(lambda num=num: len(stack.pids("worker")) == num + 1)
+        assert stack.pids("worker")[-1] == waiting
+    assert await stack.stop() == 0
+    assert len(stack.lines) == 3
+
+
+async def test_one_that_stood_by_and_died_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "STANDBY_AFTER_S", 0.05)
+    stack = Stack(tmp_path, has_standby=True)
+    await stack.ready()
+    await until(lambda: bool(stack.pids("worker", "stands-by")))
+    waiting = stack.pids("worker", "stands-by")[0]
+    os.kill(waiting, signal.SIGKILL)
+    await until(lambda: not Path(f"/proc/{waiting}").exists())
+    os.kill(stack.pids("worker")[0], signal.SIGKILL)
+    await until(lambda: len(stack.pids("worker")) == 2)
+    assert await stack.stop() == 0
+
+
+async def test_a_worker_that_the_scheduler_gives_up_is_killed_and_replaced(tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    await stack.ready()
+    (first,) = stack.pids("worker")
+    os.kill(first, signal.SIGSTOP)
+    for process_id, address in ((first + 1, ADDRESS), (first, "127.0.0.1:8"), (first, ADDRESS)):
+        ask = tmp_path / "scheduler.new"
+        ask.write_text(f'{{"replace": "{address}", "process_id": {process_id}}}')
+        ask.rename(tmp_path / "scheduler.ask")
+        await until(lambda: not (tmp_path / "scheduler.ask").exists())
+    await until(lambda: len(stack.pids("worker")) == 2)
+    assert stack.lines[0].startswith("worker did not answer and was killed")
+    assert await stack.stop() == 0
+
+
+async def test_a_worker_that_ends_by_itself_again_and_again_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_MOST_QUICK_ENDS", 2)
+    stack = Stack(tmp_path)
+    await stack.ready()
+    (tmp_path / "worker.exit").write_text("9")
+    assert await asyncio.wait_for(stack.run, 20) == 1
+    assert len(stack.pids("worker")) == 3
+    assert stack.lines[-1].startswith("worker exited with status 9")
+
+
+@pytest.mark.parametrize("status", [3, 4])
+async def test_a_scheduler_that_gave_up_ends_all_with_its_status(tmp_path: Path, status: int) -> None:
+    stack = Stack(tmp_path)
+    await stack.ready()
+    (tmp_path / "scheduler.exit").write_text(str(status))
+    assert await asyncio.wait_for(stack.run, 20) == status
+    assert len(stack.pids("scheduler")) == 1
+
+
+async def test_a_worker_is_replaced_also_while_the_scheduler_drains(tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    await stack.ready()
+    os.kill(stack.pids("scheduler")[0], signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await until(lambda: any("SIGTERM" in line for line in stack.lines))
+    os.kill(stack.pids("worker")[0], signal.SIGKILL)
+    await until(lambda: len(stack.pids("worker")) == 2)
+    os.kill(stack.pids("scheduler")[0], signal.SIGCONT)
+    assert await asyncio.wait_for(stack.run, 20) == 0
