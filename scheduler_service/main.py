@@ -20,10 +20,12 @@ from loader.errors import CheckpointError
 from loader.inspection import Problem
 from loader.tokenizer import load_tokenizer
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.engine.engine import Engine, ServedModel
+from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.flight import FlightRecorder
+from scheduler_service.engine.grammars import GrammarChecker
 from scheduler_service.engine.preflight import PHASE, check_before_start, check_failed, wish_of
 from scheduler_service.engine.recovery import LifePlan
+from scheduler_service.engine.served import ServedModel
 from scheduler_service.engine.start import GroupStarter, StartedGroup, StartPlan, startup_phase, startup_trace
 from scheduler_service.engine.step_tracing import StepTraceRule
 from scheduler_service.engine.supervision import Supervision, Unsupervised
@@ -185,7 +187,8 @@ class _Service:
             adapters = self._engine.adapters
             starter.hooks.append(lambda ports: adapters.add_all(ports, starter.epoch))
             model, started = await _both(
-                asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len), starter.start()
+                asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len, settings.grammar_timeout),
+                starter.start(),
             )
             model = replace(model, max_model_len=started.max_model_len, max_draft_tokens=settings.max_draft_tokens)
             config = SchedulerConfig(
@@ -324,8 +327,8 @@ def start_plan(settings: SchedulerSettings, checkpoint: Checkpoint, path: str) -
     )
 
 
-def _load_text_side(checkpoint: Checkpoint, max_model_len: int) -> ServedModel:
-    """Tokenizer and template. Blocks for a few hundred milliseconds."""
+def _load_text_side(checkpoint: Checkpoint, max_model_len: int, grammar_timeout_s: float) -> ServedModel:
+    """Tokenizer, template and grammars. Blocks for a few hundred milliseconds."""
     try:
         files = load_tokenizer(checkpoint)
     except CheckpointError as error:
@@ -339,6 +342,9 @@ def _load_text_side(checkpoint: Checkpoint, max_model_len: int) -> ServedModel:
         eos_token_ids=config.eos_token_ids,
         tokens=Tokens(files.tokenizer, config.vocab_size),
         template=None if files.chat_template is None else ChatTemplate(files.chat_template, special),
+        grammars=GrammarChecker(
+            files.tokenizer.to_str(), config.vocab_size, config.eos_token_ids, time_limit_s=grammar_timeout_s
+        ),
     )
 
 

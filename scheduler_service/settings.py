@@ -137,6 +137,12 @@ class SchedulerSettings(BaseModel):
         max_length=4096,
         description="Folder for flight recordings, written when workers fail; the last eight are kept.",
     )
+    grammar_timeout: float = Field(
+        default=5.0,
+        gt=0,
+        le=600,
+        description="Seconds in which the form of output that a request asks for must compile.",
+    )
     cluster_key: str | None = Field(
         default=None,
         min_length=16,

@@ -4,7 +4,8 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from enum import Enum
 
 import structlog
@@ -18,17 +19,17 @@ from scheduler_service.engine.adapters import Adapters
 from scheduler_service.engine.best_of import BestOf
 from scheduler_service.engine.causes import EpochEnd
 from scheduler_service.engine.ending import note_end
+from scheduler_service.engine.grammars import Grammars
 from scheduler_service.engine.group import WorkerGroup
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.loop import StepLoop
 from scheduler_service.engine.metrics import EngineMetrics
 from scheduler_service.engine.output import OutputStream
 from scheduler_service.engine.recovery import Epoch, GroupLife, LifePlan
+from scheduler_service.engine.served import ServedModel
 from scheduler_service.engine.start import StartedGroup
 from scheduler_service.engine.step_tracing import RankTotals, StepTraceRule, StepTracing
-from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tenants import TenantRules
-from scheduler_service.engine.tokens import Tokens
 from scheduler_service.engine.tracing import RequestTrace
 from scheduler_service.engine.validate import Checked, Validator
 from scheduler_service.engine.values import (
@@ -38,8 +39,6 @@ from scheduler_service.engine.values import (
     ModelInfo,
     Prompt,
     Started,
-    TextPrompt,
-    TokenPrompt,
 )
 from stepwire.rpc.deadlines import has_passed
 from stepwire.rpc.errors import StepwireError
@@ -59,22 +58,6 @@ class EngineState(Enum):
     RECOVERING = "recovering"
     DRAINING = "draining"
     FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model's facts and its text side. The engine closes `tokens` and `template`.
-
-    `max_draft_tokens` is for requests that say nothing of speculation.
-    """
-
-    architecture: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    tokens: Tokens
-    template: ChatTemplate | None
-    max_draft_tokens: int = 0
 
 
 class Engine:
@@ -110,6 +93,7 @@ class Engine:
         self._loop: StepLoop | None = None
         self._group: GroupLife | None = None
         self._is_recovering = False
+        self._grammars: Grammars | None = None
         self._num_admitting = 0
         self._num_calls = 0
         self._no_calls = asyncio.Event()
@@ -125,6 +109,8 @@ class Engine:
         loop = StepLoop(Scheduler(config, time.monotonic), group, model.tokens.detokenizer, self._defect)
         self._model, self._group, self._loop = model, group, loop
         group.observers += [self, self._metrics]
+        self._grammars = Grammars(model.grammars)
+        group.preparations.append(self._grammars.begin_epoch)
         await group.begin(started)
         loop.start()
         self._validator = Validator(
@@ -189,9 +175,7 @@ class Engine:
         if self._group is not None:
             await self._group.close()
         if self._model is not None:
-            self._model.tokens.close()
-            if self._model.template is not None:
-                await self._model.template.close()
+            await self._model.close()
 
     # How it stands.
 
@@ -235,7 +219,7 @@ class Engine:
         self._check_model(model)
         _, validator, served = self._require_model()
         validator.check_prompt(prompt)
-        return await self._token_ids(served, prompt)
+        return await served.token_ids(prompt)
 
     async def detokenize(self, model: str, token_ids: Sequence[int], *, keep_special_tokens: bool) -> str:
         """The text of token ids, of at most a context's length."""
@@ -255,18 +239,19 @@ class Engine:
         trace = RequestTrace(self._tracing, operation, self.model_name, request_id)
         live: LiveRequest | None = None
         error: StepwireError | None = StepwireError("CANCELLED", "the client went away")
+        holds = ExitStack()
         self._num_calls += 1
         self._no_calls.clear()
         try:
             self._check_model(call.model)
             self._require_open()
-            with self.adapters.used(call.adapter) as adapter:
-                live, seed = await self._admit(call, request_id, trace, arrival, adapter)
-                yield Started(request_id, seed, self.model_name, len(live.request.prompt_token_ids))
-                while (output := await live.stream.get()) is not None:
-                    yield output
-                error = None
-                yield live.finished()
+            adapter = holds.enter_context(self.adapters.used(call.adapter))
+            live, seed = await self._admit(call, request_id, trace, arrival, adapter, holds)
+            yield Started(request_id, seed, self.model_name, len(live.request.prompt_token_ids))
+            while (output := await live.stream.get()) is not None:
+                yield output
+            error = None
+            yield live.finished()
         except StepwireError as raised:
             error = raised
             raise
@@ -282,6 +267,7 @@ class Engine:
         finally:
             if live is not None and self._loop is not None:
                 self._loop.end(live)
+            holds.close()
             self._num_calls -= 1
             if self._num_calls == 0:
                 self._no_calls.set()
@@ -292,7 +278,13 @@ class Engine:
     # Admission.
 
     async def _admit(
-        self, call: GenerateInput, request_id: str, trace: RequestTrace, arrival: float, adapter: str
+        self,
+        call: GenerateInput,
+        request_id: str,
+        trace: RequestTrace,
+        arrival: float,
+        adapter: str,
+        holds: ExitStack,
     ) -> tuple[LiveRequest, int]:
         loop, validator, served = self._require_model()
         checked = validator.check(call)
@@ -300,7 +292,9 @@ class Engine:
         loop.check_queue(checked.num_sequences, self._num_admitting)
         self._num_admitting += checked.num_sequences
         try:
-            token_ids = await self._token_ids(served, call.prompt)
+            token_ids = await served.token_ids(call.prompt)
+            if call.sampling.structured_output is not None and self._grammars is not None:
+                checked = await self._grammars.hold(call.sampling.structured_output, checked, holds)
         finally:
             self._num_admitting -= checked.num_sequences
         self._require_open()
@@ -326,24 +320,6 @@ class Engine:
         loop.submit(live)
         trace.accepted(request)
         return live, checked.sampling.seed
-
-    async def _token_ids(self, served: ServedModel, prompt: Prompt | None) -> list[int]:
-        if isinstance(prompt, TokenPrompt):
-            served.tokens.check_ids(prompt.token_ids, "token_ids")
-            return list(prompt.token_ids)
-        if isinstance(prompt, TextPrompt):
-            return await served.tokens.encode(prompt.text, add_special_tokens=True)
-        if isinstance(prompt, ChatPrompt):
-            if served.template is None:
-                raise StepwireError(
-                    "CHAT_TEMPLATE_MISSING",
-                    "the checkpoint has no chat template; send text or token_ids instead of messages",
-                    {"model": self.model_name},
-                )
-            text = await served.template.render(prompt.messages)
-            # The template writes the special tokens itself.
-            return await served.tokens.encode(text, add_special_tokens=False)
-        raise StepwireError("FIELD_INVALID", "the prompt is missing", {"field": "prompt"})
 
     # Refusals.
 

@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from scheduler_service.core.plan import StepPlan, StepResult
+from scheduler_service.engine.grammars import PreparedGrammar
 
 
 class Phase(IntEnum):
@@ -229,6 +230,9 @@ class WorkerPort(Protocol):
 
     async def stop_profile(self, epoch: int) -> RankProfile:
         """Ends the profile and answers it."""
+
+    async def prepare_grammar(self, epoch: int, prepared: PreparedGrammar) -> None:
+        """Makes a grammar known, for sequences of later steps; answers when they may come."""
 
     async def open_stream(self, epoch: int) -> StepStream:
         """Opens the step stream of an epoch in which no step was sent."""

@@ -7,7 +7,7 @@ epochs begin and end.
 import asyncio
 import contextvars
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +19,7 @@ from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.engine.causes import EpochEnd, Kind
 from scheduler_service.engine.flight import FlightRecorder
 from scheduler_service.engine.group import StepObserver, WorkerGroup
+from scheduler_service.engine.ports import WorkerPort
 from scheduler_service.engine.ranks import Rank
 from scheduler_service.engine.start import GroupStarter, StartedGroup
 from stepwire.rpc.errors import StepwireError
@@ -51,6 +52,10 @@ class EpochObserver(Protocol):
         """No more steps of it are answered."""
 
 
+Preparation = Callable[[Sequence[WorkerPort], int], Awaitable[None]]
+"""Called with the workers of an epoch and its number; may raise StepwireError, which ends the attempt."""
+
+
 @dataclass(frozen=True, slots=True)
 class LifePlan:
     """How a worker group is kept going: who starts its epochs, how many may end in vain, who keeps the last
@@ -80,6 +85,7 @@ class RestartBudget:
 class GroupLife:
     """Keeps one worker group going. The step loop sends its steps here.
 
+    `preparations` bring what sequences need to the workers of each new epoch, before any of its steps.
     `group` is the one of the epoch that lasts, None between two. `on_give_up` is called once, with the cause, when the
     restart budget is spent, or another scheduler has taken the workers.
     """
@@ -94,6 +100,7 @@ class GroupLife:
         on_give_up: Callable[[StepwireError], None],
     ) -> None:
         self.observers: list[EpochObserver] = list(plan.observers)
+        self.preparations: list[Preparation] = []
         self._starter = plan.starter
         self._budget = RestartBudget(plan.restart_budget)
         self._tracer = tracer
@@ -128,6 +135,8 @@ class GroupLife:
             await self.group.close()
 
     async def _open(self, started: StartedGroup, *, follows_fault: bool) -> None:
+        for prepare in self.preparations:
+            await prepare([rank.port for rank in started.ranks], started.epoch)
         self._flight.begin_epoch()
         group = WorkerGroup(
             started.ranks,

@@ -4,19 +4,13 @@ A template comes with the checkpoint and messages come from clients; together th
 end, or fill the memory. Each of these costs the one request an error, and the process its life.
 """
 
-import asyncio
-import contextlib
-import json
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from scheduler_service.engine import template_process
+from scheduler_service.engine.helpers import HelperDied, Helpers, HelperTimeout
 from scheduler_service.engine.values import ChatMessage
 from stepwire.rpc.errors import StepwireError
 
-_SCRIPT = str(Path(template_process.__file__))
-_STREAM_LIMIT = 1 << 16
+_MODULE = "scheduler_service.engine.template_process"
 
 
 class ChatTemplate:
@@ -33,20 +27,12 @@ class ChatTemplate:
     ) -> None:
         self._source = source
         self._special_tokens = dict(special_tokens)
-        self._time_limit_s = time_limit_s
         self._max_characters = max_characters
-        self._renderers: asyncio.LifoQueue[_Renderer] = asyncio.LifoQueue()
-        self._all = [_Renderer() for _ in range(num_processes)]
-        for renderer in self._all:
-            self._renderers.put_nowait(renderer)
+        self._helpers = Helpers(_MODULE, time_limit_s=time_limit_s, num_processes=num_processes)
 
     async def start(self) -> None:
         """Starts one process ahead of the first request."""
-        renderer = self._renderers.get_nowait()
-        try:
-            await renderer.start()
-        finally:
-            self._renderers.put_nowait(renderer)
+        await self._helpers.start()
 
     async def render(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt's text, with the header of the assistant's turn. Raises CHAT_TEMPLATE_FAILED."""
@@ -58,86 +44,20 @@ class ChatTemplate:
             "add_generation_prompt": True,
         }
         request = {"template": self._source, "variables": variables, "max_characters": self._max_characters}
-        renderer = await self._renderers.get()
         try:
-            answer = await asyncio.wait_for(renderer.ask(request), self._time_limit_s)
-        except TimeoutError:
-            raise _failed(f"ran longer than {self._time_limit_s:g} s") from None
-        except (OSError, EOFError):
+            answer = await self._helpers.ask(request)
+        except HelperTimeout:
+            raise _failed(f"ran longer than {self._helpers.time_limit_s:g} s") from None
+        except HelperDied:
             raise _failed("killed the process that rendered it") from None
-        finally:
-            await self._give_back(renderer)
         if "error" in answer:
             raise _failed(f"refused these messages: {answer['error']}")
-        return answer["text"]
+        text: str = answer["text"]
+        return text
 
     async def close(self) -> None:
         """Kills the processes and waits for their end."""
-        for renderer in self._all:
-            await renderer.kill()
-
-    async def _give_back(self, renderer: "_Renderer") -> None:
-        try:
-            if not renderer.is_clean:
-                await renderer.kill()
-        finally:
-            self._renderers.put_nowait(renderer)
-
-
-class _Renderer:
-    """One process. `is_clean` is False while a question has no answer: then it must be killed."""
-
-    def __init__(self) -> None:
-        self.is_clean = True
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> asyncio.subprocess.Process:
-        if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                _SCRIPT,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                limit=_STREAM_LIMIT,
-                start_new_session=True,  # a Ctrl-C at the terminal is the parent's to handle
-            )
-        return self._process
-
-    async def ask(self, request: Mapping[str, object]) -> dict[str, str]:
-        """Raises OSError or EOFError when the process ends before it has answered."""
-        data = await asyncio.to_thread(_encode, request)
-        self.is_clean = False
-        process = await self.start()
-        if process.stdin is None or process.stdout is None:
-            raise EOFError
-        process.stdin.write(data)
-        await process.stdin.drain()
-        header = await process.stdout.readexactly(4)
-        body = await process.stdout.readexactly(int.from_bytes(header))
-        self.is_clean = True
-        answer: dict[str, str] = await asyncio.to_thread(json.loads, body)
-        return answer
-
-    async def kill(self) -> None:
-        """Ends the process, if there is one; the next question starts another."""
-        process, self._process = self._process, None
-        self.is_clean = True
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            if process.stdin is not None:
-                process.stdin.close()
-            if process.stdout is not None:
-                # asyncio sees the end of a process only when its pipes have been read to their ends.
-                await process.stdout.read()
-            await process.wait()
-
-
-def _encode(request: Mapping[str, object]) -> bytes:
-    data = json.dumps(request).encode()
-    return len(data).to_bytes(4) + data
+        await self._helpers.close()
 
 
 def _failed(what: str) -> StepwireError:

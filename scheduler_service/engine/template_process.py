@@ -1,18 +1,13 @@
 """Renders chat templates in a process of its own, which its parent may kill at any time.
 
-Run as a script, with nothing of Stepwire imported: requests come on stdin and answers go to
-stdout, each a JSON object behind its length in four bytes, big-endian. A checkpoint's template is
-foreign code: it runs in Jinja's sandbox, under memory and file limits set here, and under a time
-limit held by the parent.
+A checkpoint's template is foreign code: it runs in Jinja's sandbox, under memory and file limits set here, and under a
+time limit held by the parent.
 """
 
 import datetime
 import json
-import resource
-import sys
-import time
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -20,10 +15,10 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
+from scheduler_service.engine.helper_process import Answer, confine, serve
+
 MEMORY_BYTES = 1 << 30
 CACHE_SIZE = 4
-CPU_SECONDS = 15
-"""Most CPU time of one answer: ends the process when its parent is no longer there to do so."""
 
 
 class OutputTooLong(Exception):
@@ -92,27 +87,13 @@ def answer(request: dict[str, Any], compile_template: Callable[[str], jinja2.Tem
         return {"error": f"{error or type(error).__name__}"[:2000]}
 
 
-def read_message(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next message; None when the other side has closed the pipe."""
-    header = stream.read(4)
-    if len(header) < 4:
-        return None
-    message: dict[str, Any] = json.loads(stream.read(int.from_bytes(header)))
-    return message
-
-
-def write_message(stream: BinaryIO, message: dict[str, Any]) -> None:
-    """Sends one message."""
-    data = json.dumps(message).encode()
-    stream.write(len(data).to_bytes(4) + data)
-    stream.flush()
-
-
 def main() -> None:
     """Answers requests until stdin is closed."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    serve(_get_ready)
+
+
+def _get_ready(_greeting: dict[str, Any]) -> Answer:
+    confine(MEMORY_BYTES)
     environment = make_environment()
     compiled: dict[str, jinja2.Template] = {}
 
@@ -123,10 +104,4 @@ def main() -> None:
             compiled[source] = environment.from_string(source)
         return compiled[source]
 
-    while (request := read_message(sys.stdin.buffer)) is not None:
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + CPU_SECONDS, resource.RLIM_INFINITY))
-        write_message(sys.stdout.buffer, answer(request, compile_template))
-
-
-if __name__ == "__main__":
-    main()
+    return lambda request: answer(request, compile_template)

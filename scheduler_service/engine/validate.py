@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from scheduler_service.engine.best_of import BestOfRule
 from scheduler_service.engine.stop import StopStrings
+from scheduler_service.engine.structured import check_structured
 from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.values import ChatPrompt, GenerateInput, Prompt, Sampling, SamplingInput, TextPrompt
 from stepwire.rpc.errors import StepwireError
@@ -81,6 +82,8 @@ class Validator:
         n = _int("n", given.n, 1, (1, MAX_N))
         num_sequences = _int("best_of", given.best_of, n, (n, MAX_N))
         best_of, sampling = None, self._sampling(given)
+        if given.structured_output is not None:
+            check_structured(given.structured_output, ignore_eos=given.ignore_eos, eos_token_ids=self._eos_token_ids)
         if num_sequences > n:
             best_of = BestOfRule(n, has_logprobs=sampling.logprobs is not None)
             # What a sequence is judged by.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from scheduler_service.core.plan import PromptLogprobs
 from scheduler_service.core.request import FinishReason
@@ -40,6 +41,19 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form that output must have. `kind` is the field of StructuredOutput in inference.proto that says it."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choices", "grammar"]
+    text: str = ""
+    choices: Sequence[str] = ()
+
+    def question(self) -> dict[str, object]:
+        """What a process of engine/grammar_process.py is asked."""
+        return {"kind": self.kind, "text": self.text, "choices": list(self.choices)}
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingInput:
     """How tokens are to be drawn, as the client said it: unchecked, None where it said nothing."""
 
@@ -64,6 +78,7 @@ class SamplingInput:
     typical_p: float | None = None
     best_of: int | None = None
     prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +117,7 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    grammar_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,11 @@ from scheduler_service.engine.values import (
     Prompt,
     SamplingInput,
     Started,
+    StructuredOutput,
     TextPrompt,
     TokenPrompt,
 )
+from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import inference_pb2 as pb
 
 _FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
@@ -100,7 +102,22 @@ def _sampling_input(sampling: pb.SamplingParams) -> SamplingInput:
         logit_bias=sampling.logit_bias,
         allowed_token_ids=sampling.allowed_token_ids,
         banned_token_ids=sampling.banned_token_ids,
+        structured_output=_structured_output(sampling),
     )
+
+
+def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
+    if not sampling.HasField("structured_output"):
+        return None
+    given = sampling.structured_output
+    kind = given.WhichOneof("form")
+    if kind is None:
+        raise StepwireError("FIELD_INVALID", "structured_output says no form", {"field": "structured_output"})
+    if kind == "json_object":
+        return StructuredOutput(kind)
+    if kind == "choices":
+        return StructuredOutput(kind, choices=given.choices.choices)
+    return StructuredOutput(kind, text=getattr(given, kind))
 
 
 def generate_response(event: Event) -> pb.GenerateResponse:

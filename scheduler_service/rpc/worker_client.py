@@ -14,6 +14,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from scheduler_service.core.plan import NewSequence, PromptLogprobs, StepPlan, StepResult
+from scheduler_service.engine.grammars import PreparedGrammar
 from scheduler_service.engine.ports import (
     Device,
     LoadPhase,
@@ -39,6 +40,7 @@ from stepwire.v1.worker_pb2_grpc import WorkerServiceStub
 MAX_MESSAGE_BYTES = 256 << 20
 _UNARY_TIMEOUT_S = 300.0
 _RESET_TIMEOUT_S = 60.0
+_GRAMMAR_TIMEOUT_S = 60.0
 _LOAD_TIMEOUT_S = 24 * 3600.0
 _PROFILE_TIMEOUT_S = 120.0
 _OPEN_TIMEOUT_S = 30.0
@@ -158,6 +160,17 @@ class WorkerClient:
             ProfileRow(row.part, row.operator, row.call_count, row.cpu_ns, row.device_ns) for row in summary.rows
         )
         return RankProfile(summary.step_count, rows, bytes(trace))
+
+    async def prepare_grammar(self, epoch: int, prepared: PreparedGrammar) -> None:
+        """Makes a grammar known."""
+        request = pb.PrepareGrammarRequest(
+            epoch=epoch,
+            grammar_key=prepared.key,
+            grammar=prepared.grammar,
+            live_grammar_keys=prepared.live_keys,
+            revision=prepared.revision,
+        )
+        await self._unary("PrepareGrammar", self._stub.PrepareGrammar, request, _GRAMMAR_TIMEOUT_S)
 
     async def open_stream(self, epoch: int) -> "GrpcStepStream":
         """Opens the step stream of an epoch in which no step was sent."""
@@ -364,6 +377,7 @@ def new_sequence_message(new: NewSequence) -> pb.NewSequence:
         adapter=request.adapter,
         prompt_logprob_start=sequence.scored,
         token_limit=sequence.kv_limit + 1 if request.max_draft_tokens else 0,
+        grammar_key=sampling.grammar_key,
     )
 
 

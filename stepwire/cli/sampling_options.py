@@ -21,6 +21,18 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("frequency_penalty", float, "The same, for each time that a token was used."),
 )
 
+_FORMS = (
+    click.option(
+        "--json-schema", type=click.File(encoding="utf-8"), help="Answer with JSON of the schema in this file."
+    ),
+    click.option("--json-object", is_flag=True, help="Answer with a JSON object."),
+    click.option("--regex", help="Answer with text that matches this expression as a whole."),
+    click.option("--choice", "choices", multiple=True, help="Answer with this text or another choice; to be repeated."),
+    click.option(
+        "--grammar", type=click.File(encoding="utf-8"), help="Answer by the grammar (Lark, GBNF) in this file."
+    ),
+)
+
 
 def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the sampling flags; `sampling_from` reads them."""
@@ -35,6 +47,8 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
         "--logit-bias", type=(int, float), multiple=True, metavar="ID BIAS", help="Bias this token; may be repeated."
     )(function)
     function = click.option("--stop", multiple=True, help="End before this text; may be repeated.")(function)
+    for decorate in reversed(_FORMS):
+        function = decorate(function)
     for name, kind, text in reversed(_OPTIONS):
         function = click.option("--" + name.replace("_", "-"), type=kind, help=text)(function)
     return function
@@ -43,5 +57,7 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def sampling_from(options: Mapping[str, Any], **more: Any) -> SamplingParams:
     """The sampling that the flags ask for. Takes its own flags out of all that a command was given."""
     names = [*(name for name, _, _ in _OPTIONS), "stop", "stop_token_ids", "banned_token_ids", "ignore_eos"]
-    given = {name: options[name] for name in names}
+    given = {name: options[name] for name in (*names, "json_object", "regex", "choices")}
+    for name in ("json_schema", "grammar"):
+        given[name] = None if options[name] is None else options[name].read()
     return SamplingParams(**given, logit_bias=dict(options["logit_bias"]), **more)

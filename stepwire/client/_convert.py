@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from stepwire.client import _structured
 from stepwire.client.types import (
     Event,
     Finished,
@@ -176,7 +177,9 @@ def _prompt_logprobs(part: common_pb2.PromptLogprobs) -> PromptLogprobs:
 def _sampling(params: SamplingParams) -> inference_pb2.SamplingParams:
     if isinstance(params.stop, str):
         raise TypeError("stop is a sequence of strings, not one string")
-    values = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
+    values = {name: getattr(params, name) for name in _SAMPLING_FIELDS if name not in _structured.FIELDS}
+    if (form := _structured.structured_output(params)) is not None:
+        values["structured_output"] = filled(inference_pb2.StructuredOutput, **form)
     return filled(inference_pb2.SamplingParams, **{name: value for name, value in values.items() if value is not None})
 
 

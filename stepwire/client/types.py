@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,10 @@ class Message:
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, str]]
 """Text, token ids, or messages; a message may be a mapping with the keys role and content."""
+
+
+JsonSchema: TypeAlias = str | bool | Mapping[str, Any]
+"""A JSON Schema, as text or as what that text means."""
 
 
 class SamplingKeywords(TypedDict, total=False):
@@ -42,6 +46,11 @@ class SamplingKeywords(TypedDict, total=False):
     typical_p: float | None
     best_of: int | None
     prompt_logprobs: int | None
+    json_schema: JsonSchema | None
+    json_object: bool
+    regex: str | None
+    choices: Sequence[str]
+    grammar: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +69,9 @@ class SamplingParams:
     `banned_token_ids`: never sampled. `typical_p`: 1 keeps all.
     `best_of`: sample so many sequences and deliver the n likeliest, the best first, when all have ended.
     `prompt_logprobs`: report the log-probability of each token of the prompt, and so many most likely ones.
+    At most one of these says what form the output has: `json_schema`: JSON that is valid under it; `json_object`: any
+    JSON object; `regex`: text that matches as a whole; `choices`: one of them; `grammar`: text of a grammar, in Lark
+    or GBNF.
     """
 
     max_tokens: int | None = None
@@ -83,6 +95,11 @@ class SamplingParams:
     typical_p: float | None = None
     best_of: int | None = None
     prompt_logprobs: int | None = None
+    json_schema: JsonSchema | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choices: Sequence[str] = ()
+    grammar: str | None = None
 
 
 class GenerateKeywords(SamplingKeywords, total=False):

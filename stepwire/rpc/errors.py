@@ -61,6 +61,9 @@ _CODES: Mapping[str, grpc.StatusCode] = {
     "ADAPTER_IN_USE": grpc.StatusCode.FAILED_PRECONDITION,
     "ADAPTER_UNSUPPORTED": grpc.StatusCode.FAILED_PRECONDITION,
     "ADAPTER_LIMIT": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "GRAMMAR_INVALID": grpc.StatusCode.INVALID_ARGUMENT,
+    "GRAMMAR_TOO_COMPLEX": grpc.StatusCode.INVALID_ARGUMENT,
+    "GRAMMARS_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
 

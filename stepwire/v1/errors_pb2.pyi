@@ -98,6 +98,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """Another rank of the group was lost while this one waited for it, or the group does not answer in time. UNAVAILABLE."""
     ERROR_REASON_RENDEZVOUS_FAILED: _ErrorReason.ValueType  # 47
     """The ranks of a group did not come together; metadata says where they were to meet. UNAVAILABLE."""
+    ERROR_REASON_GRAMMAR_INVALID: _ErrorReason.ValueType  # 30
+    """A form of output cannot be compiled or held to; metadata names the field and the place in it. INVALID_ARGUMENT."""
+    ERROR_REASON_GRAMMAR_TOO_COMPLEX: _ErrorReason.ValueType  # 31
+    """A form of output takes too much time or memory to compile, or to follow. INVALID_ARGUMENT."""
+    ERROR_REASON_GRAMMARS_FULL: _ErrorReason.ValueType  # 32
+    """Live requests use as many different forms of output as there may be. RESOURCE_EXHAUSTED."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. Every failed call carries exactly one google.rpc.ErrorInfo
@@ -182,4 +188,10 @@ ERROR_REASON_PEER_LOST: ErrorReason.ValueType  # 46
 """Another rank of the group was lost while this one waited for it, or the group does not answer in time. UNAVAILABLE."""
 ERROR_REASON_RENDEZVOUS_FAILED: ErrorReason.ValueType  # 47
 """The ranks of a group did not come together; metadata says where they were to meet. UNAVAILABLE."""
+ERROR_REASON_GRAMMAR_INVALID: ErrorReason.ValueType  # 30
+"""A form of output cannot be compiled or held to; metadata names the field and the place in it. INVALID_ARGUMENT."""
+ERROR_REASON_GRAMMAR_TOO_COMPLEX: ErrorReason.ValueType  # 31
+"""A form of output takes too much time or memory to compile, or to follow. INVALID_ARGUMENT."""
+ERROR_REASON_GRAMMARS_FULL: ErrorReason.ValueType  # 32
+"""Live requests use as many different forms of output as there may be. RESOURCE_EXHAUSTED."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -710,6 +710,7 @@ class NewSequence(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROB_START_FIELD_NUMBER: _builtins.int
     TOKEN_LIMIT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_KEY_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The scheduler's id, unique in an epoch."""
     request_id: _builtins.str
@@ -728,6 +729,8 @@ class NewSequence(_message.Message):
     """Of a sequence that speculates, the most tokens of prompt and output that it gets; the worker skips it in later
     steps when it has them. 0 for one that does not speculate.
     """
+    grammar_key: _builtins.bytes
+    """The grammar that its output keeps to, prepared before; empty for none. One that is not known fails the sequence."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and output so far."""
@@ -753,10 +756,11 @@ class NewSequence(_message.Message):
         adapter: _builtins.str = ...,
         prompt_logprob_start: _builtins.int = ...,
         token_limit: _builtins.int = ...,
+        grammar_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_ids", b"block_ids", "prompt_logprob_start", b"prompt_logprob_start", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "token_limit", b"token_limit", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_ids", b"block_ids", "grammar_key", b"grammar_key", "prompt_logprob_start", b"prompt_logprob_start", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "token_limit", b"token_limit", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1452,6 +1456,72 @@ class HeldAdapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeldAdapter: _TypeAlias = HeldAdapter  # noqa: Y015
+
+@_typing.final
+class PrepareGrammarRequest(_message.Message):
+    """Compiles a grammar."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GRAMMAR_KEY_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    LIVE_GRAMMAR_KEYS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The worker's epoch."""
+    grammar_key: _builtins.bytes
+    """The SHA-256 of the grammar's text, by which sequences name it."""
+    grammar: _builtins.str
+    """The grammar, as llguidance reads it; at most 1,048,576 bytes."""
+    revision: _builtins.int
+    """Grows with each call of an epoch: of two calls' live_grammar_keys those of the greater one count."""
+    @_builtins.property
+    def live_grammar_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The grammars that live requests use, this one among them; at most 1,024. Others may be forgotten."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        grammar_key: _builtins.bytes = ...,
+        grammar: _builtins.str = ...,
+        live_grammar_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "grammar", b"grammar", "grammar_key", b"grammar_key", "live_grammar_keys", b"live_grammar_keys", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareGrammarRequest: _TypeAlias = PrepareGrammarRequest  # noqa: Y015
+
+@_typing.final
+class PrepareGrammarResponse(_message.Message):
+    """The grammar may be used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALREADY_HELD_FIELD_NUMBER: _builtins.int
+    DURATION_NS_FIELD_NUMBER: _builtins.int
+    already_held: _builtins.bool
+    """Whether it was held already."""
+    duration_ns: _builtins.int
+    """What compiling it took, in nanoseconds."""
+    def __init__(
+        self,
+        *,
+        already_held: _builtins.bool = ...,
+        duration_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_held", b"already_held", "duration_ns", b"duration_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareGrammarResponse: _TypeAlias = PrepareGrammarResponse  # noqa: Y015
 
 @_typing.final
 class ResetRequest(_message.Message):

@@ -94,6 +94,11 @@ class WorkerServiceStub:
                 request_serializer=stepwire_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=stepwire_dot_v1_dot_worker__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.PrepareGrammar = channel.unary_unary(
+                '/stepwire.v1.WorkerService/PrepareGrammar',
+                request_serializer=stepwire_dot_v1_dot_worker__pb2.PrepareGrammarRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_worker__pb2.PrepareGrammarResponse.FromString,
+                _registered_method=True)
         self.Reset = channel.unary_unary(
                 '/stepwire.v1.WorkerService/Reset',
                 request_serializer=stepwire_dot_v1_dot_worker__pb2.ResetRequest.SerializeToString,
@@ -204,6 +209,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrepareGrammar(self, request, context):
+        """Compiles a grammar, beside the steps and off the device, so that sequences may use it. A grammar that is held is
+        answered at once. Seconds at most. In phases from PHASE_LOADED on; a grammar outlives a Reset that keeps the model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Reset(self, request, context):
         """Drops sequences, cache or model: takes the worker back to an earlier phase and
         into a new epoch.
@@ -276,6 +289,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=stepwire_dot_v1_dot_worker__pb2.ListAdaptersRequest.FromString,
                     response_serializer=stepwire_dot_v1_dot_worker__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'PrepareGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareGrammar,
+                    request_deserializer=stepwire_dot_v1_dot_worker__pb2.PrepareGrammarRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_worker__pb2.PrepareGrammarResponse.SerializeToString,
             ),
             'Reset': grpc.unary_unary_rpc_method_handler(
                     servicer.Reset,
@@ -590,6 +608,33 @@ class WorkerService:
             '/stepwire.v1.WorkerService/ListAdapters',
             stepwire_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
             stepwire_dot_v1_dot_worker__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.WorkerService/PrepareGrammar',
+            stepwire_dot_v1_dot_worker__pb2.PrepareGrammarRequest.SerializeToString,
+            stepwire_dot_v1_dot_worker__pb2.PrepareGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -81,6 +81,10 @@ class WorkerServiceStub:
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.ListAdaptersResponse]
     """Lists the adapters that it holds. Answers when the steps sent before are done."""
+    PrepareGrammar: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareGrammarRequest, _worker_pb2.PrepareGrammarResponse]
+    """Compiles a grammar, beside the steps and off the device, so that sequences may use it. A grammar that is held is
+    answered at once. Seconds at most. In phases from PHASE_LOADED on; a grammar outlives a Reset that keeps the model.
+    """
     Reset: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetRequest, _worker_pb2.ResetResponse]
     """Drops sequences, cache or model: takes the worker back to an earlier phase and
     into a new epoch.
@@ -141,6 +145,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists the adapters that it holds. Answers when the steps sent before are done."""
+    PrepareGrammar: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareGrammarRequest, _worker_pb2.PrepareGrammarResponse]  # type: ignore[assignment]
+    """Compiles a grammar, beside the steps and off the device, so that sequences may use it. A grammar that is held is
+    answered at once. Seconds at most. In phases from PHASE_LOADED on; a grammar outlives a Reset that keeps the model.
+    """
     Reset: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetRequest, _worker_pb2.ResetResponse]  # type: ignore[assignment]
     """Drops sequences, cache or model: takes the worker back to an earlier phase and
     into a new epoch.
@@ -264,6 +272,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ListAdaptersResponse, _abc.Awaitable[_worker_pb2.ListAdaptersResponse]]:
         """Lists the adapters that it holds. Answers when the steps sent before are done."""
+
+    @_abc_1.abstractmethod
+    def PrepareGrammar(
+        self,
+        request: _worker_pb2.PrepareGrammarRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PrepareGrammarResponse, _abc.Awaitable[_worker_pb2.PrepareGrammarResponse]]:
+        """Compiles a grammar, beside the steps and off the device, so that sequences may use it. A grammar that is held is
+        answered at once. Seconds at most. In phases from PHASE_LOADED on; a grammar outlives a Reset that keeps the model.
+        """
 
     @_abc_1.abstractmethod
     def Reset(

@@ -3,13 +3,14 @@
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from loader.errors import LoadCancelled
 from worker_service.runtime.adapters import AdapterTable, HostAdapter, PackedAdapter
+from worker_service.runtime.grammars import Preparation
 from worker_service.runtime.report import (
     DeviceInfo,
     LoadPhase,
@@ -75,6 +76,7 @@ class FakeRuntime:
     executed: list[int] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
     sequences: dict[int, FakeSequence] = field(default_factory=dict)
+    grammars: dict[bytes, str] = field(default_factory=dict)
     total_bytes: int = 1000
     place: Any = None
     meetings: list[Meeting] = field(default_factory=list)
@@ -168,6 +170,12 @@ class FakeRuntime:
 
     def close(self) -> None:
         self._begin("close")
+
+    def prepare_grammar(self, key: bytes, grammar: str, live_keys: Sequence[bytes], revision: int) -> Preparation:
+        self._begin("prepare_grammar")
+        already_held = key in self.grammars
+        self.grammars[key] = grammar
+        return Preparation(already_held, 1000)
 
     def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
         self._begin("execute")

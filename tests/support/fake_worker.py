@@ -126,6 +126,7 @@ class FakeWorker:
     load_delay_s: float = 0.0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     adapter_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    grammar_gate: asyncio.Event = field(default_factory=asyncio.Event)
     is_mute: bool = False
     before: Callable[[str], None] | None = None
 
@@ -145,12 +146,14 @@ class FakeWorker:
     sequences: dict[int, FakeSequence] = field(default_factory=dict)
     slots: dict[tuple[int, int], bytes] = field(default_factory=dict)
     adapters: dict[str, pb.HeldAdapter] = field(default_factory=dict)
+    grammars: dict[bytes, pb.PrepareGrammarRequest] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gate.set()
         self.adapter_gate.set()
+        self.grammar_gate.set()
 
     def forget(self) -> None:
         """What is left in a new process: nothing. What tests turn stays."""
@@ -186,6 +189,7 @@ class FakeWorker:
         _require(len(computed_of) == len(step.sequence_ids), "a sequence is twice in a step")
         for new in step.new_sequences:
             _require(new.sequence_id not in self.sequences, f"sequence {new.sequence_id} is known already")
+            _require(not new.grammar_key or new.grammar_key in self.grammars, "the grammar was not prepared")
             _require(len(new.token_ids) < self.max_model_len, "longer than max_model_len")
             self.sequences[new.sequence_id] = FakeSequence(
                 new, list(new.token_ids), list(new.block_ids), computed_of[new.sequence_id]
@@ -414,6 +418,13 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         yield pb.StopProfileResponse(trace=trace[10:])
         row = pb.ProfileRow(part="layer 0", operator="aten::mm", call_count=3, cpu_ns=3_000_000)
         yield pb.StopProfileResponse(summary=pb.ProfileSummary(step_count=2, rows=[row]))
+
+    async def PrepareGrammar(self, request: pb.PrepareGrammarRequest, context: Any) -> pb.PrepareGrammarResponse:
+        self._enter("PrepareGrammar", context, request.epoch)
+        await self._worker.grammar_gate.wait()
+        already_held = request.grammar_key in self._worker.grammars
+        self._worker.grammars[request.grammar_key] = request
+        return pb.PrepareGrammarResponse(already_held=already_held)
 
     async def Reset(self, request: pb.ResetRequest, context: Any) -> pb.ResetResponse:
         self._enter("Reset", context)

@@ -11,9 +11,11 @@ from opentelemetry.trace import TracerProvider
 from tokenizers import Tokenizer
 
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.engine.engine import Engine, ServedModel
+from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.flight import FlightRecorder
+from scheduler_service.engine.grammars import GrammarChecker
 from scheduler_service.engine.recovery import EpochObserver, LifePlan
+from scheduler_service.engine.served import ServedModel
 from scheduler_service.engine.start import GroupStarter, StartPlan
 from scheduler_service.engine.supervision import Supervision
 from scheduler_service.engine.template import ChatTemplate
@@ -106,6 +108,7 @@ async def running_scheduler(
     flight_dir: str = "/nonexistent",
     adapter_roots: AdapterRoots = AdapterRoots((), "127.0.0.1"),  # noqa: B008 - holds nothing that changes
     max_adapters: int = 64,
+    grammar_timeout_s: float = 20.0,
     **plan_changes: Any,
 ) -> AsyncIterator[RunningScheduler]:
     """A scheduler that serves; with an `admin_key` it has AdminService."""
@@ -141,6 +144,9 @@ async def running_scheduler(
             eos_token_ids=(EOS_TOKEN_ID,),
             tokens=Tokens(tokenizer, plan.vocab_size),
             template=None if chat_template is None else ChatTemplate(chat_template, {}, time_limit_s=1.0),
+            grammars=GrammarChecker(
+                tokenizer.to_str(), plan.vocab_size, (EOS_TOKEN_ID,), time_limit_s=grammar_timeout_s
+            ),
         )
         config = SchedulerConfig(
             num_blocks=started.num_blocks,

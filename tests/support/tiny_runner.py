@@ -17,6 +17,7 @@ from loader.shares import RankPlace
 from worker_service.models.decoder import Decoder
 from worker_service.models.registry import build_model
 from worker_service.runtime.executor import TorchExecutor
+from worker_service.runtime.grammars import GrammarStore
 from worker_service.runtime.kv_cache import CacheShape, KvCache
 from worker_service.runtime.native import NativeExecutor
 from worker_service.runtime.runner import ModelRunner
@@ -47,14 +48,19 @@ def load_tiny(path: Path, dtype: torch.dtype = torch.float32, rounding: Rounding
 
 
 def make_runner(
-    model: Decoder, *, num_blocks: int = 256, block_size: int = 4, max_model_len: int = 256
+    model: Decoder,
+    *,
+    num_blocks: int = 256,
+    block_size: int = 4,
+    max_model_len: int = 256,
+    grammars: GrammarStore | None = None,
 ) -> tuple[ModelRunner, KvCache]:
     """A runner with a float32 cache of its own."""
     model.prepare(max_model_len, dtype=torch.float32, device=CPU)
     shape = CacheShape(len(model.layers), model.num_kv_heads, model.config.head_dim, torch.float32)
     cache = KvCache(shape, num_blocks, block_size, CPU)
     executor = TorchExecutor(model, cache, max_model_len=max_model_len, device=CPU)
-    return ModelRunner(executor, max_model_len=max_model_len), cache
+    return ModelRunner(executor, max_model_len=max_model_len, grammars=grammars), cache
 
 
 def reference_tokens(path: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
@@ -90,6 +96,7 @@ class Driven:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt: list[PromptLogprobs] = field(default_factory=list)
     adapter: str = ""
+    grammar_key: bytes = b""
 
     @property
     def output(self) -> list[int]:
@@ -117,10 +124,12 @@ class Driver:
         adapter: str = "",
         *,
         num_outputs: int | None = None,
+        grammar_key: bytes = b"",
     ) -> Driven:
         """A sequence; one that may speculate when its number of output tokens is given."""
         driven = Driven(sequence_id, list(prompt), len(prompt), sampling or Sampling(), adapter=adapter)
         driven.token_limit = 0 if num_outputs is None else len(prompt) + num_outputs
+        driven.grammar_key = grammar_key
         self.sequences[sequence_id] = driven
         return driven
 
@@ -160,6 +169,7 @@ class Driver:
                         prompt_logprob_start=1 + sum(len(part.token_ids) for part in driven.prompt),
                         adapter=driven.adapter,
                         token_limit=driven.token_limit,
+                        grammar_key=driven.grammar_key,
                     )
                 )
                 added, driven.known = [], True

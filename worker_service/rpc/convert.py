@@ -87,6 +87,7 @@ def _new_sequence(new: worker_pb2.NewSequence) -> NewSequence:
         block_ids=list(new.block_ids),
         traceparent=new.traceparent,
         adapter=new.adapter,
+        grammar_key=new.grammar_key,
         prompt_logprob_start=new.prompt_logprob_start,
         token_limit=new.token_limit,
     )

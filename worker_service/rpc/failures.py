@@ -22,6 +22,8 @@ _REASON_OF_RUNTIME_CODE: Mapping[str, str] = {
     "invalid": "FIELD_INVALID",
     "rendezvous_failed": "RENDEZVOUS_FAILED",
     "peer_lost": "PEER_LOST",
+    "grammar_invalid": "GRAMMAR_INVALID",
+    "grammars_full": "GRAMMARS_FULL",
 }
 
 # After one of these the device answers no further call rightly.

@@ -1,7 +1,8 @@
 """Takes a worker through its phases: one change at a time, each finished once it is begun."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from worker_service.device_thread import DeviceStopped, DeviceThread
 from worker_service.rpc.adapters import AdapterCalls
 from worker_service.rpc.failures import load_failure
 from worker_service.rpc.guard import stale_epoch
-from worker_service.rpc.limits import StepLimits, check_number, out_of_range
+from worker_service.rpc.limits import StepLimits, check_grammar, check_number, out_of_range
 from worker_service.rpc.metrics import WorkerMetrics
 from worker_service.rpc.paths import ModelRoots
 from worker_service.rpc.ports import Runtime
@@ -27,6 +28,7 @@ from worker_service.rpc.progress import LoadProgress, WarmUpProgress, record_pha
 from worker_service.rpc.spans import SequenceSpans
 from worker_service.rpc.state import Cached, Loaded, Measured, Place, Warm, WorkerState
 from worker_service.rpc.stream import StepSession
+from worker_service.runtime.grammars import Preparation
 from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase
 
 T = TypeVar("T")
@@ -78,6 +80,7 @@ class Lifecycle:
         self.adapters = AdapterCalls(self.state, device, roots, self._change)
         self._changes: set[asyncio.Task[Any]] = set()
         self._loads: set[LoadProgress] = set()
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     async def init_device(self, epoch: int, scheduler_id: str, place: Place, rendezvous: str = "") -> DeviceInfo:
         """STARTING or INITIALISED → INITIALISED, in a new epoch, or in one that a reset began: then the phase stays, as
@@ -125,6 +128,17 @@ class Lifecycle:
             text = f"the device did not come back within {DEVICE_BACK_S:g} s from what it does; the worker ends itself"
             raise StepwireError("WORKER_FAILED", text) from None
 
+    async def prepare_grammar(
+        self, epoch: int, key: bytes, grammar: str, live_keys: Sequence[bytes], revision: int
+    ) -> Preparation:
+        """Makes a grammar known. Beside the device thread, and beside changes: a step may go on meanwhile."""
+        self.state.require_epoch(epoch)
+        if self.state.phase < Phase.LOADED or (runtime := self._device.runtime) is None:
+            raise self.state.wrong_phase("PrepareGrammar", Phase.LOADED)
+        check_grammar(key, grammar, live_keys, revision)
+        prepare = partial(runtime.prepare_grammar, key, grammar, tuple(live_keys), revision)
+        return await asyncio.get_running_loop().run_in_executor(self._grammar_thread, prepare)
+
     def ready_session(self, epoch: int) -> StepSession:
         """The session that a step stream joins. Raises StepwireError STALE_EPOCH or WRONG_PHASE."""
         self.state.require_epoch(epoch)
@@ -138,6 +152,7 @@ class Lifecycle:
             load.cancel_reason = reason
         if self.session is not None:
             self.session.drain(reason)
+        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
         if self._changes:
             await asyncio.wait(set(self._changes))
         with suppress(DeviceStopped):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from stepwire.grammars import KEY_BYTES, MAX_GRAMMAR_BYTES, MAX_LIVE_GRAMMARS, grammar_key
 from stepwire.rpc.errors import StepwireError
 from worker_service.runtime.step import NewSequence, Sampling, StepInput
 
@@ -54,7 +55,27 @@ def sequence_problem(new: NewSequence, limits: StepLimits) -> str | None:
         return f"token_limit {new.token_limit} is not in {len(new.token_ids) + 1}..{limits.max_model_len}"
     if len(new.adapter) > MAX_ADAPTER_LEN:
         return f"adapter has {len(new.adapter)} characters; a fingerprint has {MAX_ADAPTER_LEN}"
+    if new.grammar_key and len(new.grammar_key) != KEY_BYTES:
+        return f"grammar_key has {len(new.grammar_key)} bytes, not {KEY_BYTES}"
+    if new.grammar_key and new.token_limit:
+        return "it has a grammar and may speculate, and a grammar does not go on over drafts"
     return _sampling_problem(new.sampling, limits.vocab_size)
+
+
+def check_grammar(key: bytes, grammar: str, live_keys: Sequence[bytes], revision: int) -> None:
+    """Refuses a grammar that is too long or not the one that its key names.
+
+    Raises StepwireError FIELD_OUT_OF_RANGE or FIELD_INVALID naming the field.
+    """
+    if not 1 <= len(grammar) <= MAX_GRAMMAR_BYTES or len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+        raise out_of_range("grammar", f"{len(grammar)} characters", f"1..{MAX_GRAMMAR_BYTES} bytes")
+    if key != grammar_key(grammar):
+        raise _invalid("grammar_key", "is not the SHA-256 of the grammar")
+    if len(live_keys) > MAX_LIVE_GRAMMARS:
+        raise out_of_range("live_grammar_keys", f"{len(live_keys)} entries", f"at most {MAX_LIVE_GRAMMARS}")
+    if any(len(live) != KEY_BYTES for live in live_keys):
+        raise _invalid("live_grammar_keys", f"must have {KEY_BYTES} bytes each")
+    check_number("revision", revision, 1, 2**63 - 1)
 
 
 def without_sequences(step: StepInput, refused: frozenset[int] | set[int]) -> StepInput:

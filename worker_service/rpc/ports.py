@@ -1,11 +1,12 @@
 """What the RPC layer needs of a worker's runtime."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from loader.shares import RankPlace
 from worker_service.runtime.adapters import AdapterTable, HostAdapter
+from worker_service.runtime.grammars import Preparation
 from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
 from worker_service.runtime.step import StepInput, StepOutput
 
@@ -85,6 +86,10 @@ class Runtime(Protocol):
 
     def adapters(self) -> RuntimeAdapters:
         """Those of the model that is loaded; gone with it."""
+        ...
+
+    def prepare_grammar(self, key: bytes, grammar: str, live_keys: Sequence[bytes], revision: int) -> Preparation:
+        """Compiles a grammar unless it is held; see GrammarStore.prepare. From any thread."""
         ...
 
     def reset(self, phase: Phase) -> None:

@@ -199,6 +199,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             reports = await self._lifecycle.adapters.list()
         return worker_pb2.ListAdaptersResponse(adapters=map(held_adapter, reports))
 
+    async def PrepareGrammar(
+        self, request: worker_pb2.PrepareGrammarRequest, _context: _Context
+    ) -> worker_pb2.PrepareGrammarResponse:
+        """See worker.proto."""
+        with self._call():
+            done = await self._lifecycle.prepare_grammar(
+                request.epoch, request.grammar_key, request.grammar, request.live_grammar_keys, request.revision
+            )
+        return worker_pb2.PrepareGrammarResponse(already_held=done.already_held, duration_ns=done.duration_ns)
+
     async def Reset(self, request: worker_pb2.ResetRequest, _context: _Context) -> worker_pb2.ResetResponse:
         """See worker.proto."""
         with self._call():

@@ -13,6 +13,8 @@ from worker_service.runtime.batch import StepBatch, build_batch
 from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.drafting import Drafter
 from worker_service.runtime.executor import Executor
+from worker_service.runtime.grammars import GrammarStore
+from worker_service.runtime.masks import GrammarMasks, GrammarMissing
 from worker_service.runtime.prompt_logprobs import ScoredPart, score_prompts, scored_parts
 from worker_service.runtime.sampler import Sampled, Sampler
 from worker_service.runtime.sequences import SequenceTable
@@ -32,8 +34,16 @@ class ModelRunner:
     since; it can be dropped at any time.
     """
 
-    def __init__(self, executor: Executor, *, max_model_len: int, adapters: AdapterTable | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        max_model_len: int,
+        adapters: AdapterTable | None = None,
+        grammars: GrammarStore | None = None,
+    ) -> None:
         self._executor = executor
+        self._grammars = grammars
         self._adapters = SequenceAdapters(adapters)
         self._shared = None if executor.group is None else SharedTokens(executor.group)
         self.max_model_len = max_model_len
@@ -57,6 +67,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(self._executor.vocab_size, self._executor.device)
         self._drafter = Drafter(self._table)
+        self._masks = GrammarMasks(self._executor.vocab_size, self._grammars)
 
     @torch.inference_mode()
     def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
@@ -96,13 +107,14 @@ class ModelRunner:
                 self._sampler.edits.remove(row)
                 self._adapters.leave(row)
                 self._drafter.remove(row)
+                self._masks.remove(row)
         if table.accepted:
             table.forget_accepted(step.applied_step_id)
         computed = dict(zip(step.sequence_ids, checked.computed.tolist(), strict=True))
         for new in step.new_sequences:
             failed = new.sequence_id in checked.sequence_errors
             row = table.add(new, computed[new.sequence_id], failed=failed)
-            if failed or (new.adapter and not self._take_adapter(row, new, checked)):
+            if failed or not self._take_extras(row, new, checked):
                 continue
             entered.append(np.asarray(new.block_ids, np.int64)[-(-computed[new.sequence_id] // table.block_size) :])
             if table.sampling.has_edits[row]:
@@ -120,11 +132,14 @@ class ModelRunner:
         if entered:
             self._executor.take_blocks(entered)
 
-    def _take_adapter(self, row: int, new: NewSequence, checked: CheckedStep) -> bool:
-        """Gives a new sequence its adapter; one that is not to be had is the sequence's error."""
+    def _take_extras(self, row: int, new: NewSequence, checked: CheckedStep) -> bool:
+        """Gives a new sequence its adapter and its grammar; one that is not to be had is the sequence's error."""
         try:
-            self._adapters.take(row, new.adapter)
-        except AdapterMissing as error:
+            if new.adapter:
+                self._adapters.take(row, new.adapter)
+            if new.grammar_key:
+                self._masks.take(row, new.grammar_key)
+        except (AdapterMissing, GrammarMissing) as error:
             checked.sequence_errors[new.sequence_id] = str(error)
             self._table.skipped[row] = True
             return False
@@ -146,6 +161,8 @@ class ModelRunner:
             return
         if self._shared is not None:
             self._shared.begin(batch)
+        # Computed beside the forward pass.
+        pending = self._masks.begin(batch.rows[batch.sampled], table) if self._masks.are_used else None
         if table.scored and (prompts := scored_parts(batch, table)):
             batch, hidden = self._score_prompts(batch, prompts, output)
         else:
@@ -156,7 +173,7 @@ class ModelRunner:
             num_outputs += batch.offsets
         if not len(rows):
             output.forward_ns = time.perf_counter_ns() - begin
-        elif self._sampler.is_greedy(rows, num_outputs, table.sampling):
+        elif pending is None and self._sampler.is_greedy(rows, num_outputs, table.sampling):
             # The executor has a shorter way to the likeliest token than through all logits.
             token_ids, finite = self._executor.greedy(hidden)
             output.forward_ns = time.perf_counter_ns() - begin
@@ -165,7 +182,9 @@ class ModelRunner:
             logits = self._executor.logits(hidden)
             output.forward_ns = time.perf_counter_ns() - begin
             drafted = drafted_before(batch, table)
-            self._record(batch, self._sampler.sample(logits, rows, num_outputs, table.sampling, drafted), output)
+            masks = None if pending is None else pending.wait(rows)
+            sampled = self._sampler.sample(logits, rows, num_outputs, table.sampling, drafted, masks)
+            self._record(batch, sampled, output)
         if self._shared is not None:
             self._shared.publish()
         output.sample_ns = time.perf_counter_ns() - begin - output.forward_ns
@@ -204,7 +223,8 @@ class ModelRunner:
             which, sampled = which[last], sampled.at(last)
         rows, ids = batch.rows[which], batch.sequence_ids[which]
         table.skipped[rows[sampled.failed]] = True
-        output.errors.update(dict.fromkeys(ids[sampled.failed].tolist(), NOT_FINITE))
+        for place in np.flatnonzero(sampled.failed).tolist():
+            output.errors[int(ids[place])] = sampled.reasons.get(place, NOT_FINITE)
         good = ~sampled.failed
         rows, token_ids = rows[good], sampled.token_ids[good]
         table.append_tokens(rows, token_ids)

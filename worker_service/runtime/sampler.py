@@ -1,8 +1,7 @@
 """From logits to tokens, for all sequences of a step at once.
 
-The order is: biases, penalties, masks (allowed and banned tokens, stop tokens before min_tokens), then what
-runtime.draws says. What a
-sequence gets does not depend on who else is in the batch.
+The order is: biases, penalties, masks (allowed and banned tokens, stop tokens before min_tokens, the
+grammar), then what runtime.draws says. What a sequence gets does not depend on who else is in the batch.
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch.nn import functional
 
 from worker_service.runtime.draws import RUN, Filters, draw_tokens
 from worker_service.runtime.edits import TokenEdits
+from worker_service.runtime.masks import Masks
 from worker_service.runtime.penalties import Drafted, Penalties
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SamplingColumns
@@ -25,11 +25,15 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(slots=True)
 class Sampled:
-    """Tokens [rows]; `failed` rows had no finite logit, their token means nothing. `logprobs` by place in the batch."""
+    """Tokens [rows]; of `failed` rows they mean nothing. `reasons` and `logprobs` by place in the batch.
+
+    A row without a reason failed because it had no finite logit.
+    """
 
     token_ids: IntArray
     failed: BoolArray
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
 
     def at(self, places: IntArray) -> "Sampled":
         """What was sampled at some places of the batch."""
@@ -53,6 +57,7 @@ class Sampler:
         num_outputs: IntArray,
         sampling: SamplingColumns,
         drafted: Drafted | None = None,
+        masks: Masks | None = None,
     ) -> Sampled:
         """One token for each of logits [rows, vocab_size], of the sequences at table rows `rows` that have
         `num_outputs` output tokens so far, those of `drafted` among them. Leaves logits as they are; records nothing.
@@ -60,6 +65,8 @@ class Sampler:
         masked = _is_masked(rows, num_outputs, sampling)
         random = sampling.temperature[rows] > 0
         special = masked | random | sampling.has_penalty[rows] | sampling.has_edits[rows]
+        if masks is not None:
+            special[masks.places] = True
         if not special.any():
             sampled = _greedy(logits)
         else:
@@ -70,7 +77,11 @@ class Sampler:
             scores = self._scores(logits, others)
             ahead = None if drafted is None else drafted.among(others, len(rows))
             self._edit(scores, rows[others], masked[others], sampling, ahead)
+            if masks is not None:
+                masks.apply(scores, others)
             self._choose(sampled, scores, others, rows, num_outputs, sampling)
+            if masks is not None:
+                _tell_failures(sampled, masks, logits)
         self._add_logprobs(sampled, logits, rows, sampling)
         return sampled
 
@@ -166,6 +177,23 @@ def _is_masked(rows: IntArray, num_outputs: IntArray, sampling: SamplingColumns)
     """Whether stop tokens are masked still."""
     masked: BoolArray = (sampling.min_tokens[rows] > num_outputs) & (sampling.num_stops[rows] > 0)
     return masked
+
+
+def _tell_failures(sampled: Sampled, masks: Masks, logits: torch.Tensor) -> None:
+    """Why sequences with a grammar get no token: it has none, or none that the other masks leave."""
+    for place in masks.places[sampled.failed[masks.places]].tolist():
+        if not bool(torch.isfinite(logits[place].max())):
+            continue
+        if masks.num_allowed(place):
+            sampled.reasons[place] = (
+                "its grammar and what else it asks for leave no token: allowed_token_ids, banned_token_ids, logit_bias "
+                "and min_tokens contradict the grammar here"
+            )
+        else:
+            sampled.reasons[place] = "its grammar has come to a dead end: no token may follow"
+    for place, reason in masks.errors.items():
+        sampled.failed[place] = True
+        sampled.reasons[place] = reason
 
 
 def _greedy(scores: torch.Tensor) -> Sampled:

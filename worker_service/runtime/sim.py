@@ -9,7 +9,7 @@ protocol, recovery, the door under load, sizes that no machine at hand has.
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -26,6 +26,7 @@ from stepwire.simulation.shapes import shape_of_checkpoint
 from worker_service.runtime.adapters import NoAdapters
 from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.errors import RuntimeFailure
+from worker_service.runtime.grammars import Preparation
 from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SequenceTable
@@ -39,6 +40,7 @@ from worker_service.runtime.step import (
 )
 
 T = TypeVar("T")
+_NO_GRAMMARS = "a simulated device answers nonsense, and keeps to no form of output"
 IntArray = NDArray[np.int64]
 
 _ALONE = Meeting()
@@ -205,6 +207,11 @@ class SimRuntime:
         """None are taken."""
         return NoAdapters("a simulated device takes no adapters: its answers would be the same")
 
+    def prepare_grammar(self, key: bytes, grammar: str, live_keys: Sequence[bytes], revision: int) -> Preparation:
+        """Raises RuntimeFailure "unsupported"."""
+        del key, grammar, live_keys, revision
+        raise RuntimeFailure("unsupported", _NO_GRAMMARS)
+
     def reset(self, phase: Phase) -> None:
         """Goes back to an earlier phase, and drops what later ones took."""
         if phase <= Phase.CACHED and self._runner is not None:
@@ -282,6 +289,9 @@ class SimRunner:
         output = StepOutput(step.step_id, start_unix_ns=time.time_ns())
         begin = time.perf_counter_ns()
         checked = check_step(step, self._table)
+        for new in step.new_sequences:
+            if new.grammar_key:
+                checked.sequence_errors.setdefault(new.sequence_id, _NO_GRAMMARS)
         self._apply(step, checked)
         output.errors.update(checked.sequence_errors)
         table = self._table

@@ -45,6 +45,7 @@ class NewSequence:
     prompt_logprob_start: int = 1
     adapter: str = ""
     token_limit: int = 0
+    grammar_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The runtime as the worker service uses it: one call for each phase, then steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -18,6 +18,7 @@ from worker_service.runtime.dummy import decode_step, largest_lengths, num_block
 from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.executor import Executor
+from worker_service.runtime.grammars import GrammarStore, Preparation
 from worker_service.runtime.group import GroupSettings, RankGroup
 from worker_service.runtime.loading import LoadJob, LoadPhases, load_into
 from worker_service.runtime.memory import (
@@ -71,6 +72,7 @@ class _Loaded:
     weight_bytes: int
     mapped_bytes: int
     adapters: ModelAdapters
+    grammars: GrammarStore
 
 
 class WorkerRuntime:
@@ -212,7 +214,12 @@ class WorkerRuntime:
         self.reset(Phase.LOADED)
         check_cache_fits(self._need_device(), num_blocks * block_size * loaded.engine.kv_bytes_per_token)
         self._executor = loaded.engine.executor(num_blocks, block_size, max_model_len)
-        self._runner = ModelRunner(self._executor, max_model_len=max_model_len, adapters=loaded.adapters.table)
+        self._runner = ModelRunner(
+            self._executor,
+            max_model_len=max_model_len,
+            adapters=loaded.adapters.table,
+            grammars=loaded.grammars,
+        )
         return self._executor.cache_bytes
 
     def warm_up(self, max_step_tokens: int, max_sequences: int, progress: Callable[[int, int], None]) -> None:
@@ -258,13 +265,20 @@ class WorkerRuntime:
         """The adapters of the model that it holds; gone with it."""
         return self._need_model().adapters
 
+    def prepare_grammar(self, key: bytes, grammar: str, live_keys: Sequence[bytes], revision: int) -> Preparation:
+        """See GrammarStore.prepare. From any thread: what is compiled for a model that goes meanwhile goes with it."""
+        return self._need_model().grammars.prepare(key, grammar, live_keys, revision)
+
     def reset(self, phase: Phase) -> None:
         """Goes back to an earlier phase, and gives back what later ones took."""
         if phase <= Phase.CACHED and self._runner is not None:
             self._runner.drop_sequences()
+        if self._loaded is not None:
+            self._loaded.grammars.begin_epoch()
         if phase <= Phase.LOADED:
             self._runner = self._executor = None
-        if phase <= Phase.INITIALISED:
+        if phase <= Phase.INITIALISED and self._loaded is not None:
+            self._loaded.grammars.close()
             self._loaded = None
         if phase <= Phase.LOADED and self._device is not None and self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -295,7 +309,17 @@ class WorkerRuntime:
         with explains_out_of_memory(job.device, f"the weights of {path}", "use a smaller model"):
             held = load_into(engine, job, self._store, phases)
         adapters = ModelAdapters(self._settings, job, engine)
-        return _Loaded(job.checkpoint, engine, job.dtype, job.rounding, held.weight_bytes, held.mapped_bytes, adapters)
+        grammars = GrammarStore.of_checkpoint(job.checkpoint, num_threads=_num_mask_threads())
+        return _Loaded(
+            job.checkpoint,
+            engine,
+            job.dtype,
+            job.rounding,
+            held.weight_bytes,
+            held.mapped_bytes,
+            adapters,
+            grammars,
+        )
 
     def _summary(self, loaded: _Loaded, *, already_loaded: bool, phases: LoadPhases) -> LoadSummary:
         config, ended = loaded.checkpoint.config, phases.finish()
@@ -332,6 +356,11 @@ class WorkerRuntime:
 
     def _need_runner(self) -> ModelRunner:
         return _present(self._runner, "a KV cache", "InitializeCache")
+
+
+def _num_mask_threads() -> int:
+    # Beside a forward pass on these cores, or on another device while these idle.
+    return max(1, min(4, usable_cores() // 2))
 
 
 def _present(value: T | None, what: str, call: str) -> T:

@@ -1,8 +1,11 @@
 """Messages of InferenceService to values and back."""
 
+import pytest
+
 from scheduler_service.core.request import FinishReason
-from scheduler_service.engine.values import Finished, Output, SamplingInput, TextPrompt, TokenPrompt
+from scheduler_service.engine.values import Finished, Output, SamplingInput, StructuredOutput, TextPrompt, TokenPrompt
 from scheduler_service.rpc.convert import generate_input, generate_response, prompt_of
+from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import inference_pb2 as pb
 
 
@@ -14,7 +17,8 @@ def test_what_the_client_left_out_stays_unsaid() -> None:
 
 
 def test_zeros_that_the_client_said_are_kept() -> None:
-    names = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence]
+    fields = pb.SamplingParams.DESCRIPTOR.fields
+    names = [field.name for field in fields if field.has_presence and field.message_type is None]
     sampling = pb.SamplingParams(**dict.fromkeys(names, 0))  # type: ignore[arg-type]
     given = generate_input(pb.GenerateRequest(text="x", sampling=sampling), 2.5, "").sampling
     assert {name: getattr(given, name) for name in names} == dict.fromkeys(names, 0)
@@ -40,6 +44,22 @@ def test_lists_are_not_copied_before_anybody_has_seen_their_length() -> None:
         ["a"],
         [3],
     )
+
+
+def test_a_form_of_output_is_one_of_five() -> None:
+    def form_of(**form: object) -> StructuredOutput | None:
+        message = pb.StructuredOutput(**form)  # type: ignore[arg-type]
+        sampling = pb.SamplingParams(structured_output=message)
+        return generate_input(pb.GenerateRequest(text="x", sampling=sampling), None, "").sampling.structured_output
+
+    assert form_of(json_schema="{}") == StructuredOutput("json_schema", "{}")
+    assert form_of(regex="") == StructuredOutput("regex")
+    assert form_of(grammar="g") == StructuredOutput("grammar", "g")
+    assert form_of(json_object=pb.JsonObject()) == StructuredOutput("json_object")
+    choices = form_of(choices=pb.Choices(choices=["a"]))
+    assert choices is not None and list(choices.choices) == ["a"]
+    with pytest.raises(StepwireError, match="says no form"):
+        form_of()
 
 
 def test_an_output_says_what_ended_it() -> None:

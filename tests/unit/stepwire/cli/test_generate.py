@@ -2,6 +2,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,26 @@ def test_the_tenant_goes_as_metadata(command: Any) -> None:
 def test_a_dash_reads_standard_input(command: Any) -> None:
     command("generate", "-", stdin="from a pipe\n")
     assert command.service.requests[0].text == "from a pipe\n"
+
+
+def test_forms_of_output_reach_the_request(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    (tmp_path / "text.lark").write_text('start: "a"')
+    arguments = (
+        ("--json-schema", str(tmp_path / "schema.json")),
+        ("--json-object",),
+        ("--regex", "a+"),
+        ("--choice", "yes", "--choice", "no"),
+        ("--grammar", str(tmp_path / "text.lark")),
+    )
+    for flags in arguments:
+        assert command("generate", "x", *flags).exit_code == 0
+    forms = [request.sampling.structured_output for request in command.service.requests]
+    assert [form.WhichOneof("form") for form in forms] == ["json_schema", "json_object", "regex", "choices", "grammar"]
+    assert (forms[0].json_schema, forms[2].regex, forms[4].grammar) == ('{"type": "object"}', "a+", 'start: "a"')
+    assert list(forms[3].choices.choices) == ["yes", "no"]
+    done = command("generate", "x", "--regex", "a", "--json-object")
+    assert done.exit_code != 0 and "one form" in done.stderr
 
 
 def test_every_sampling_flag_reaches_the_request(command: Any) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from stepwire.client import FinishReason, Message, Output, PositionLogprobs, SamplingParams, TokenLogprob
 from stepwire.client._convert import event, generate_request, tokenize
+from stepwire.client._structured import FIELDS
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import common_pb2
 from stepwire.v1 import inference_pb2 as pb
@@ -15,8 +16,8 @@ def test_what_is_not_given_is_absent() -> None:
 
 
 def test_every_sampling_field_travels() -> None:
-    wire = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    assert wire == set(SamplingParams.__dataclass_fields__)
+    wire = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields} - {"structured_output"}
+    assert wire == set(SamplingParams.__dataclass_fields__) - set(FIELDS)
     lists = {"stop": ["x"], "stop_token_ids": [1], "allowed_token_ids": [1], "banned_token_ids": [1]}
     values: dict[str, Any] = {name: 1 for name in wire} | lists | {"ignore_eos": True, "logit_bias": {1: 0.5}}
     sent = generate_request("x", SamplingParams(**values), {}).sampling

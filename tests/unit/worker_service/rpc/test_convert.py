@@ -39,6 +39,7 @@ def test_a_step_arrives_whole() -> None:
         traceparent="t",
         prompt_logprob_start=2,
         token_limit=30,
+        grammar_key=b"k",
     )
     step = pb.Step(
         epoch=1,
@@ -70,6 +71,7 @@ def test_a_step_arrives_whole() -> None:
                 "t",
                 2,
                 token_limit=30,
+                grammar_key=b"k",
             )
         ],
         sequence_ids=[2**40, 4],

@@ -1,0 +1,157 @@
+"""Threads that compute token masks beside the forward pass. Imports no torch.
+
+Computing a mask cannot be interrupted, so whoever waits for it stops waiting once it has cost too much: the sequence
+fails, and the thread is replaced, and ends when it is done.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from stepwire.grammars import MaskBudget, error_text
+
+Words = NDArray[np.uint32]
+
+_LOOK_EVERY_S = 0.01
+
+
+@dataclass(slots=True, eq=False)
+class GrammarState:
+    """One sequence's place in its grammar: what of its output was consumed, and what its masks may still cost.
+
+    `prototype` is the grammar at its start, which others share; `matcher` is this sequence's own, made when needed.
+    """
+
+    prototype: LLMatcher
+    num_consumed: int = 0
+    matcher: LLMatcher | None = None
+    budget: MaskBudget = field(default_factory=MaskBudget)
+
+
+@dataclass(slots=True, eq=False)
+class MaskJob:
+    """Consumes `token_ids`, then fills `words` with one bit for each token that may come next. `error` says why not."""
+
+    state: GrammarState
+    token_ids: list[int]
+    words: Words
+    error: str | None = None
+    is_abandoned: bool = False
+    _clock: int | None = None
+    _began_s: float = 0.0
+
+    def run(self) -> None:
+        """Runs on a thread of its own."""
+        state = self.state
+        clock = _thread_clock()
+        self._began_s, self._clock = time.clock_gettime(clock), clock
+        try:
+            self.error = self._fill(state)
+        except BaseException as defect:  # a panic of the library is no Exception
+            self.error = f"the grammar library failed: {defect}"
+        state.budget.spend(time.clock_gettime(clock) - self._began_s)
+        if self.error is None and state.budget.left_s < 0:
+            self.error = _too_slow(state.budget.num_masks)
+
+    def is_overdue(self) -> bool:
+        """Whether it has begun, and takes longer than it may."""
+        if self._clock is None:
+            return False
+        with contextlib.suppress(OSError):  # its thread has just ended
+            return time.clock_gettime(self._clock) - self._began_s > self.state.budget.left_s
+        return False
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        self.is_abandoned = True
+        self.error = _too_slow(self.state.budget.num_masks + 1)
+
+    def _fill(self, state: GrammarState) -> str | None:
+        matcher = state.matcher
+        if matcher is None:
+            matcher = state.matcher = state.prototype.deep_copy()
+        if self.token_ids and not matcher.consume_tokens(self.token_ids):
+            return f"the grammar does not go on after its last token: {error_text(matcher)}"
+        matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
+        return f"the grammar's mask cannot be told: {error_text(matcher)}" if matcher.is_error() else None
+
+
+class MaskThreads:
+    """Up to `num_threads` threads, started when they are needed first."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._num_started = 0
+        self._jobs: queue.SimpleQueue[tuple[MaskJob, queue.SimpleQueue[MaskJob]] | None] = queue.SimpleQueue()
+
+    def begin(self, jobs: Sequence[MaskJob]) -> "MaskBatch":
+        """Begins to compute masks. Used by one thread."""
+        done: queue.SimpleQueue[MaskJob] = queue.SimpleQueue()
+        while self._num_started < min(self._num_threads, len(jobs)):
+            self._start()
+        for job in jobs:
+            self._jobs.put((job, done))
+        return MaskBatch(self, jobs, done)
+
+    def replace_one(self) -> None:
+        """Starts a thread in place of one that will end."""
+        self._start()
+        self._num_started -= 1
+
+    def close(self) -> None:
+        """Lets the threads end when they have done what there is."""
+        for _ in range(self._num_started):
+            self._jobs.put(None)
+        self._num_started = 0
+
+    def _start(self) -> None:
+        # One that never returns must not keep a process alive that is to exit.
+        threading.Thread(target=self._run, name="grammar masks", daemon=True).start()
+        self._num_started += 1
+
+    def _run(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            job, done = entry
+            job.run()
+            done.put(job)
+            if job.is_abandoned:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class MaskBatch:
+    """The masks of one step, on their way."""
+
+    threads: MaskThreads
+    jobs: Sequence[MaskJob]
+    done: "queue.SimpleQueue[MaskJob]"
+
+    def wait(self) -> None:
+        """Returns when each job is done, or has taken longer than it may."""
+        waiting = set(self.jobs)
+        while waiting:
+            try:
+                waiting.discard(self.done.get(timeout=_LOOK_EVERY_S))
+            except queue.Empty:
+                for job in [job for job in waiting if job.is_overdue()]:
+                    job.abandon()
+                    waiting.discard(job)
+                    self.threads.replace_one()
+
+
+def _thread_clock() -> int:
+    """The clock of this thread's CPU time, which other threads can read; the plain clock where there is none."""
+    if hasattr(time, "pthread_getcpuclockid"):
+        return time.pthread_getcpuclockid(threading.get_ident())
+    return time.CLOCK_MONOTONIC
+
+
+def _too_slow(num_masks: int) -> str:
+    return f"the grammar's masks took too long: {num_masks} of them more than what so many may take"
