@@ -117,13 +117,21 @@ class WorkerGroup:
         self._sent_at.append(time.monotonic())
         self._observer.step_sent(plan)
         self.flight.sent(plan)
-        for rank, stream in zip(self._ranks, self._streams, strict=True):
-            try:
-                await stream.send(plan)
-            except StepwireError as error:
-                self._lose(rank, error)
-                return
-        self._observer.step_written()
+        step = self._ranks[0].port.encode_step(plan, self.epoch)
+        sends = [self._send(rank, stream, step) for rank, stream in zip(self._ranks, self._streams, strict=True)]
+        if len(sends) == 1:
+            await sends[0]
+        else:
+            # One after the other they would each wait for gRPC's own thread: 64 ranks then take three times as long.
+            await asyncio.gather(*sends)
+        if not self._causes.is_ending:
+            self._observer.step_written()
+
+    async def _send(self, rank: Rank, stream: StepStream, step: bytes) -> None:
+        try:
+            await stream.send(step)
+        except StepwireError as error:
+            self._lose(rank, error)
 
     @property
     def is_alive(self) -> bool:

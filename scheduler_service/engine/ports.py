@@ -156,8 +156,8 @@ class RankProfile:
 class StepStream(Protocol):
     """The stream of steps to one worker. Every method raises StepwireError when the stream is broken."""
 
-    async def send(self, plan: StepPlan) -> None:
-        """Sends a step; waits while the worker's side of the connection is full."""
+    async def send(self, step: bytes) -> None:
+        """Sends a step, as the worker encodes it; waits while the worker's side of the connection is full."""
 
     async def receive(self) -> tuple[StepResult, StepTimings]:
         """The next result, in the order of the steps. A rank that is not the output of its group says now and then
@@ -233,6 +233,9 @@ class WorkerPort(Protocol):
 
     async def prepare_grammar(self, epoch: int, prepared: PreparedGrammar) -> None:
         """Makes a grammar known, for sequences of later steps; answers when they may come."""
+
+    def encode_step(self, plan: StepPlan, epoch: int) -> bytes:
+        """A step as it goes over the wire: the same for all workers of an epoch."""
 
     async def open_stream(self, epoch: int) -> StepStream:
         """Opens the step stream of an epoch in which no step was sent."""

@@ -60,6 +60,12 @@ class WorkerClient:
             address, max_message_bytes=MAX_MESSAGE_BYTES, key=key, max_backoff_ms=_MAX_BACKOFF_MS
         )
         self._stub = WorkerServiceStub(self._channel)
+        # The stub's own would encode a step once for every rank.
+        self._execute_model: Any = self._channel.stream_stream(
+            "/stepwire.v1.WorkerService/ExecuteModel",
+            request_serializer=None,
+            response_deserializer=pb.ExecuteModelResponse.FromString,
+        )
         self.adapters = WorkerAdapters(self._stub, self._unary)
 
     async def get_status(self, *, timeout_s: float) -> WorkerStatus:
@@ -172,9 +178,13 @@ class WorkerClient:
         )
         await self._unary("PrepareGrammar", self._stub.PrepareGrammar, request, _GRAMMAR_TIMEOUT_S)
 
+    def encode_step(self, plan: StepPlan, epoch: int) -> bytes:
+        """A step as it goes over the wire: the same for all workers of an epoch."""
+        return pb.ExecuteModelRequest(step=step_message(plan, epoch)).SerializeToString()
+
     async def open_stream(self, epoch: int) -> "GrpcStepStream":
         """Opens the step stream of an epoch in which no step was sent."""
-        call = self._stub.ExecuteModel(timeout=None)
+        call = self._execute_model(timeout=None)
         stream = GrpcStepStream(call, epoch)
         await stream.open()
         return stream
@@ -237,7 +247,8 @@ class GrpcStepStream:
         """Exchanges the first messages. Raises StepwireError."""
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                await self._write(pb.ExecuteModelRequest(open=pb.OpenStream(epoch=self._epoch, last_step_id=0)))
+                opening = pb.ExecuteModelRequest(open=pb.OpenStream(epoch=self._epoch, last_step_id=0))
+                await self._write(opening.SerializeToString())
                 first = await self._read()
         except TimeoutError:
             self.cancel()
@@ -246,9 +257,9 @@ class GrpcStepStream:
         if first.WhichOneof("message") != "open":
             raise StepwireError("WORKER_FAILED", "the worker's first message on the step stream is not `open`")
 
-    async def send(self, plan: StepPlan) -> None:
-        """Sends a step."""
-        await self.send_message(step_message(plan, self._epoch))
+    async def send(self, step: bytes) -> None:
+        """Sends a step, encoded."""
+        await self._write(step)
 
     async def receive(self) -> tuple[StepResult, StepTimings]:
         """The next result."""
@@ -257,7 +268,7 @@ class GrpcStepStream:
 
     async def send_message(self, step: pb.Step) -> None:
         """Sends a step as it stands."""
-        await self._write(pb.ExecuteModelRequest(step=step))
+        await self._write(pb.ExecuteModelRequest(step=step).SerializeToString())
 
     async def receive_message(self) -> pb.StepResult:
         """The next result, as it came."""
@@ -268,7 +279,7 @@ class GrpcStepStream:
         self._is_cancelled = True
         self._call.cancel()
 
-    async def _write(self, message: pb.ExecuteModelRequest) -> None:
+    async def _write(self, message: bytes) -> None:
         try:
             await self._call.write(message)
         except asyncio.CancelledError:

@@ -1,0 +1,1 @@
+"""What tp_cost measures with."""
