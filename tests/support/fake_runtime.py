@@ -12,6 +12,7 @@ from loader.errors import LoadCancelled
 from worker_service.runtime.adapters import AdapterTable, HostAdapter, PackedAdapter
 from worker_service.runtime.grammars import Preparation
 from worker_service.runtime.report import (
+    CollectiveCost,
     DeviceInfo,
     LoadPhase,
     LoadSummary,
@@ -82,6 +83,7 @@ class FakeRuntime:
     meetings: list[Meeting] = field(default_factory=list)
     num_left: int = 0
     others_are_warm: bool = True
+    collective_cost: CollectiveCost = field(default_factory=CollectiveCost)
     profiled: int = 0
 
     def __post_init__(self) -> None:

@@ -68,7 +68,7 @@ class Lifecycle:
     ) -> None:
         """`on_hang` is called when the device does not come back from what it does, so that a reset cannot be."""
         self.state = WorkerState()
-        self._metrics = WorkerMetrics(metrics, self.state, lambda: getattr(device.runtime, "num_sequences", 0))
+        self._metrics = WorkerMetrics(metrics, self.state, lambda: device.runtime)
         self.session: StepSession | None = None
         self._device = device
         self._tracer = tracer

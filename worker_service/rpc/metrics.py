@@ -3,20 +3,21 @@
 from collections.abc import Callable, Iterator
 
 from prometheus_client import Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stepwire.telemetry import names
 from stepwire.telemetry.metrics import STEP_BUCKETS, Metrics
+from worker_service.rpc.ports import Runtime
 from worker_service.rpc.state import WorkerState
-from worker_service.runtime.report import Phase
+from worker_service.runtime.report import CollectiveCost, Phase
 from worker_service.runtime.step import StepOutput
 
 
 class WorkerMetrics:
-    """Metrics of one worker. `state` and `num_sequences` are read when Prometheus asks."""
+    """Metrics of one worker. `state` and `runtime` are read when Prometheus asks."""
 
-    def __init__(self, metrics: Metrics, state: WorkerState, num_sequences: Callable[[], int]) -> None:
+    def __init__(self, metrics: Metrics, state: WorkerState, runtime: Callable[[], Runtime | None]) -> None:
         parts = Histogram(
             names.METRIC_WORKER_STEP_PARTS,
             "Parts of a step in the worker: waiting for the device, prepare, forward pass and sampling.",
@@ -25,7 +26,7 @@ class WorkerMetrics:
             registry=metrics.registry,
         )
         self._parts = [parts.labels(part=part) for part in names.STEP_PARTS]
-        metrics.registry.register(_StateCollector(state, num_sequences))
+        metrics.registry.register(_StateCollector(state, runtime))
 
     def step_answered(self, output: StepOutput, queue_ns: int) -> None:
         """Measures a step that waited `queue_ns` for the device."""
@@ -37,13 +38,13 @@ class WorkerMetrics:
 class _StateCollector(Collector):
     """Reads what the worker knows of itself, on the exporter's thread."""
 
-    def __init__(self, state: WorkerState, num_sequences: Callable[[], int]) -> None:
+    def __init__(self, state: WorkerState, runtime: Callable[[], Runtime | None]) -> None:
         self._state = state
-        self._num_sequences = num_sequences
+        self._runtime = runtime
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
-        state = self._state
+        state, runtime = self._state, self._runtime()
         phases = GaugeMetricFamily(
             names.METRIC_WORKER_PHASE, "1 for the phase that the worker is in.", labels=("phase",)
         )
@@ -54,7 +55,18 @@ class _StateCollector(Collector):
         rank = 0 if state.place is None else state.place.rank
         yield GaugeMetricFamily(names.METRIC_WORKER_RANK, "The worker's rank in its group.", rank)
         yield GaugeMetricFamily(
-            names.METRIC_WORKER_SEQUENCES, "Sequences that the worker knows.", self._num_sequences()
+            names.METRIC_WORKER_SEQUENCES,
+            "Sequences that the worker knows.",
+            0 if runtime is None else runtime.num_sequences,
+        )
+        cost = CollectiveCost() if runtime is None else runtime.collective_cost
+        yield CounterMetricFamily(
+            names.METRIC_WORKER_COLLECTIVE_TIME,
+            "Time in collectives with other ranks, waiting for them included, in seconds.",
+            cost.duration_ns / 1e9,
+        )
+        yield CounterMetricFamily(
+            names.METRIC_WORKER_COLLECTIVE_BYTES, "Bytes put into collectives with other ranks.", cost.num_bytes
         )
         memory = GaugeMetricFamily(names.METRIC_WORKER_MEMORY, "Bytes of the device's memory, by use.", labels=("use",))
         loaded, cached, measured = state.loaded, state.cached, state.measured

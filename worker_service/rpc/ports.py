@@ -7,7 +7,7 @@ from typing import Protocol
 from loader.shares import RankPlace
 from worker_service.runtime.adapters import AdapterTable, HostAdapter
 from worker_service.runtime.grammars import Preparation
-from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
+from worker_service.runtime.report import CollectiveCost, DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
 from worker_service.runtime.step import StepInput, StepOutput
 
 
@@ -98,6 +98,11 @@ class Runtime(Protocol):
 
     def close(self) -> None:
         """Gives back everything, because the worker was told to stop. The last call."""
+        ...
+
+    @property
+    def collective_cost(self) -> CollectiveCost:
+        """What collectives have cost so far. May be read from any thread."""
         ...
 
     @property

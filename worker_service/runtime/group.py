@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,12 +20,13 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, and
 from loader.shares import RankPlace
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.rendezvous import BoundStore, bind_store, connect_store, interface_address
-from worker_service.runtime.report import Meeting
+from worker_service.runtime.report import CollectiveCost, Meeting
 
 IntArray = NDArray[np.int64]
 
 # What pairs of ranks tell messages apart by.
 _HIDDEN_TAG, _TOKENS_TAG = 0, 1
+_MOST_MEETING_S = 15.0
 
 
 class GroupSettings(Protocol):
@@ -38,15 +38,6 @@ class GroupSettings(Protocol):
     def collective_interface(self) -> str: ...
     @property
     def collective_timeout(self) -> float: ...
-
-
-@dataclass(slots=True)
-class CollectiveCost:
-    """What this rank put into collectives, and how long it was in them, waiting for others included."""
-
-    num_calls: int = 0
-    num_bytes: int = 0
-    duration_ns: int = 0
 
 
 class RankGroup:
@@ -95,6 +86,7 @@ class RankGroup:
         self.leave()
         self.place, self._device = place, device
         store = PrefixStore(f"epoch{meeting.epoch}", self._store(meeting))
+        store.set_timeout(timedelta(seconds=self._meeting_s))
         try:
             self._check_alike(store, f"{kernels} on {device.type}")
             if place.tensor_parallel_size > 1:
@@ -108,11 +100,16 @@ class RankGroup:
             raise RuntimeFailure(
                 "rendezvous_failed",
                 f"the ranks of the group did not all come to {meeting.address} within "
-                f"{self._settings.collective_timeout:g} s, or cannot reach each other there "
+                f"{self._meeting_s:g} s, or cannot reach each other there "
                 f"({str(error).partition(chr(10))[0][:200]}); see that all workers run and that collective_interface "
                 "is a network which they share",
                 {"rendezvous": meeting.address},
             ) from error
+
+    @property
+    def _meeting_s(self) -> float:
+        # All ranks are asked at the same time, and nothing is computed before they have met.
+        return min(self._settings.collective_timeout, _MOST_MEETING_S)
 
     def leave(self) -> None:
         """Closes the connections: ranks that wait for this one fail at once."""
@@ -132,7 +129,7 @@ class RankGroup:
     def _store(self, meeting: Meeting) -> Store:
         if self._bound is not None and self._bound_epoch == meeting.epoch and self._bound.address == meeting.address:
             return self._bound.store
-        return connect_store(meeting.address, self._settings.collective_timeout)
+        return connect_store(meeting.address, self._meeting_s)
 
     def _check_alike(self, store: Store, kind: str) -> None:
         """Ranks on devices of different kinds speak through different libraries; other kernels order rows otherwise."""
@@ -157,11 +154,13 @@ class RankGroup:
             nccl._timeout = timeout
             return ProcessGroupNCCL(store, rank, size, nccl)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # has no public name
-        options._timeout = timeout
+        options._timeout = timedelta(seconds=self._meeting_s)
         options._threads = 2
         address = interface_address(self._settings.collective_interface)
         options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
-        return ProcessGroupGloo(store, rank, size, options)
+        group = ProcessGroupGloo(store, rank, size, options)
+        group.set_timeout(timeout)
+        return group
 
     def on_all_ranks(self, is_so: bool) -> bool:
         """Whether it is so on every rank of the group; all of them must ask."""

@@ -22,6 +22,15 @@ class Meeting:
     address: str = ""
 
 
+@dataclass(slots=True)
+class CollectiveCost:
+    """What a rank has put into collectives, and how long it was in them, waiting for others included."""
+
+    num_calls: int = 0
+    num_bytes: int = 0
+    duration_ns: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
     """The device. On a CPU the memory is what this process's control group allows. Bytes.

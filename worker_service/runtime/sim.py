@@ -27,7 +27,7 @@ from worker_service.runtime.adapters import NoAdapters
 from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.grammars import Preparation
-from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
+from worker_service.runtime.report import CollectiveCost, DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.step import (
@@ -108,6 +108,11 @@ class SimRuntime:
         """Takes a place. The ranks of a group need not meet: each draws the same tokens, and takes the time of all."""
         memory = self._hardware.memory_bytes
         return DeviceInfo("sim", "simulated device", memory, memory, _NOWHERE if place.num_ranks > 1 else "")
+
+    @property
+    def collective_cost(self) -> CollectiveCost:
+        """None."""
+        return CollectiveCost()
 
     def leave_group(self) -> None:
         """Nothing connects the ranks."""

@@ -34,7 +34,7 @@ from worker_service.runtime.model_adapters import AdapterSettings, ModelAdapters
 from worker_service.runtime.native import NativeEngine, native_pool
 from worker_service.runtime.preload import check_before_load
 from worker_service.runtime.profiling import StepProfiler
-from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
+from worker_service.runtime.report import CollectiveCost, DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
 from worker_service.runtime.restart_store import RestartStore
 from worker_service.runtime.runner import ModelRunner
 from worker_service.runtime.step import Sampling, StepInput, StepOutput, nobody_waits
@@ -123,6 +123,11 @@ class WorkerRuntime:
         rendezvous = self._meet(place, device, meeting)
         memory = device_memory(device)
         return DeviceInfo(str(device), device_name(device), memory.total_bytes, memory.free_bytes, rendezvous)
+
+    @property
+    def collective_cost(self) -> CollectiveCost:
+        """What collectives have cost so far. May be read from any thread."""
+        return self.group.cost
 
     def leave_group(self) -> None:
         """Ends what connects this rank with others: those that wait for it fail at once."""
