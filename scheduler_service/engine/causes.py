@@ -14,8 +14,8 @@ from stepwire.rpc.errors import StepwireError
 
 COLLECT_S = 0.5
 _RETRY_AFTER_S = 5.0
-# What a rank says that waited for another one in vain.
-_OF_OTHERS = frozenset({"PEER_LOST", "RENDEZVOUS_FAILED"})
+OF_OTHERS = frozenset({"PEER_LOST", "RENDEZVOUS_FAILED"})
+"""What a rank says that waited for another one in vain."""
 # What a rank says of itself that is no fault of what it computed.
 _NO_FAULTS = frozenset({"DRAINING", "FENCED"})
 
@@ -46,7 +46,7 @@ class RankFailure:
     @classmethod
     def of_stream(cls, rank: Rank, error: StepwireError) -> "RankFailure":
         """What the end of a step stream says."""
-        if error.reason in _OF_OTHERS:
+        if error.reason in OF_OTHERS:
             return cls(rank, Kind.OTHERS, error)
         # Only what no Stepwire service said carries gRPC's own code.
         return cls(rank, Kind.EXIT if "grpc_code" in error.metadata else Kind.OWN_ERROR, error)

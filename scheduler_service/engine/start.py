@@ -15,6 +15,7 @@ from typing import TypeVar
 import structlog
 from opentelemetry.trace import Status, StatusCode, Tracer
 
+from scheduler_service.engine.causes import COLLECT_S, OF_OTHERS
 from scheduler_service.engine.group import LOST_AFTER_S, fenced
 from scheduler_service.engine.ports import LoadSummary, MemoryReport, Phase, Place, WorkerPort, WorkerStatus
 from scheduler_service.engine.progress import ProgressReport, progress_report
@@ -146,7 +147,10 @@ class GroupStarter:
         return Phase.LOADED
 
     async def _each(self, phase: str, action: Callable[[Rank], Awaitable[T]]) -> list[T]:
-        """Does something on all ranks at once; the first rank that fails ends it."""
+        """Does something on all ranks at once; the first rank that fails ends it.
+
+        One that fails because of another is given half a second, in which that one may say what is wrong with it.
+        """
 
         async def one(rank: Rank) -> T:
             try:
@@ -156,7 +160,13 @@ class GroupStarter:
 
         tasks = [asyncio.create_task(one(rank)) for rank in self._ranks]
         try:
-            return await asyncio.gather(*tasks)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if all(error.reason in OF_OTHERS for error in _errors_of(tasks)):
+                # Also where there is no error: then all are done.
+                await asyncio.wait(tasks, timeout=COLLECT_S)
+            if errors := _errors_of(tasks):
+                raise min(errors, key=lambda error: error.reason in OF_OTHERS)
+            return [task.result() for task in tasks]
         finally:
             # Cancelled calls end at once on this side, and tell their workers to stop.
             for task in tasks:
@@ -283,6 +293,18 @@ class GroupStarter:
     def _span(self, phase: str) -> Iterator[None]:
         with startup_phase(self._tracer, phase, self._epoch):
             yield
+
+
+def _errors_of(tasks: Sequence[asyncio.Task[T]]) -> list[StepwireError]:
+    """What went wrong so far, by rank. Raises what is no StepwireError."""
+    errors = []
+    for task in tasks:
+        error = task.exception() if task.done() and not task.cancelled() else None
+        if isinstance(error, StepwireError):
+            errors.append(error)
+        elif error is not None:
+            raise error
+    return errors
 
 
 def fit_context(plan: StartPlan, summaries: Sequence[LoadSummary], memory: Sequence[MemoryReport]) -> StartPlan:

@@ -81,6 +81,41 @@ async def test_the_first_failure_is_the_one_that_is_told() -> None:
         assert (caught.value.reason, caught.value.metadata["rank"]) == ("CHECKPOINT_INVALID", "0")
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    ("method", "phase"),
+    [
+        ("InitDevice", "init_device"),
+        ("LoadModel", "load_model"),
+        ("DetermineAvailableMemory", "determine_available_memory"),
+        ("InitializeCache", "initialize_cache"),
+        ("WarmUp", "warm_up"),
+    ],
+)
+async def test_a_rank_that_fails_in_a_phase_is_named_and_not_those_that_waited_for_it(
+    method: str, phase: str, failing: int
+) -> None:
+    async with two_ranks() as (workers, starter):
+        workers[failing].failures[method] = StepwireError("OUT_OF_MEMORY", "the device is full")
+        if method != "InitDevice":
+            # It is heard first.
+            workers[1 - failing].failures[method] = StepwireError("PEER_LOST", "another rank was lost")
+            workers[failing].delays[method] = 0.05
+        with pytest.raises(StepwireError) as caught:
+            await starter.start()
+        error = caught.value
+        assert (error.reason, error.metadata["phase"], error.metadata["rank"]) == ("OUT_OF_MEMORY", phase, str(failing))
+
+
+async def test_a_rank_that_lost_a_silent_one_says_so() -> None:
+    async with two_ranks() as (workers, starter):
+        workers[0].failures["WarmUp"] = StepwireError("PEER_LOST", "another rank was lost")
+        workers[1].delays["WarmUp"] = 30.0
+        with pytest.raises(StepwireError) as caught:
+            await starter.start()
+        assert (caught.value.reason, caught.value.metadata["rank"]) == ("PEER_LOST", "0")
+
+
 async def test_a_start_that_is_cancelled_stops_all_ranks() -> None:
     async with two_ranks() as (workers, starter):
         for worker in workers:

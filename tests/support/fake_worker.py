@@ -101,6 +101,7 @@ def first_slot(sequence: FakeSequence) -> bytes:
 class FakeWorker:
     """The worker's behaviour; the fields below the blank line are what tests turn.
 
+    `delays` are the seconds that the RPC of a phase takes.
     `scripts` gives a request's output tokens, `failures` the error of an RPC or, as "step 3", of a
     step; `adapter_contents` what lies at an adapter's path, where others hold nothing;
     `sequence_failures` the requests whose sequences fail at once,
@@ -124,6 +125,7 @@ class FakeWorker:
     step_failures: dict[str, StepwireError] = field(default_factory=dict)
     step_delay_s: float = 0.0
     load_delay_s: float = 0.0
+    delays: dict[str, float] = field(default_factory=dict)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     adapter_gate: asyncio.Event = field(default_factory=asyncio.Event)
     grammar_gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -347,6 +349,7 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> AsyncIterator[pb.LoadModelResponse]:
         worker = self._worker
+        await asyncio.sleep(self._worker.delays.get("LoadModel", 0.0))
         self._enter("LoadModel", context, request.epoch)
         already = worker.phase >= pb.PHASE_LOADED
         for part in range(3):
@@ -378,6 +381,7 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: pb.DetermineAvailableMemoryRequest, context: Any
     ) -> pb.DetermineAvailableMemoryResponse:
         worker = self._worker
+        await asyncio.sleep(self._worker.delays.get("DetermineAvailableMemory", 0.0))
         self._enter("DetermineAvailableMemory", context, request.epoch)
         asked = request.max_step_token_count, request.max_sequence_count
         if worker.phase == pb.PHASE_LOADED or worker.measured != asked:
@@ -389,6 +393,7 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def InitializeCache(self, request: pb.InitializeCacheRequest, context: Any) -> pb.InitializeCacheResponse:
         worker = self._worker
+        await asyncio.sleep(self._worker.delays.get("InitializeCache", 0.0))
         self._enter("InitializeCache", context, request.epoch)
         asked = request.block_count, request.block_size, request.max_model_len
         if worker.phase >= pb.PHASE_CACHED and (worker.num_blocks, worker.block_size, worker.max_model_len) == asked:
@@ -400,6 +405,7 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return pb.InitializeCacheResponse(cache_bytes=request.block_count * request.block_size)
 
     async def WarmUp(self, request: pb.WarmUpRequest, context: Any) -> AsyncIterator[pb.WarmUpResponse]:
+        await asyncio.sleep(self._worker.delays.get("WarmUp", 0.0))
         self._enter("WarmUp", context, request.epoch)
         self._need("WarmUp", pb.PHASE_CACHED)
         yield pb.WarmUpResponse(done_count=0, total_count=1)

@@ -1,0 +1,81 @@
+"""Groups of ranks as they are served: `stepwire serve --tp --pp`, real processes, greedy and in float32."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from stepwire.client import AsyncClient
+from tests.support.processes import run
+from tests.support.stack import MARK_VARIABLE, Server, marked, processes_of, serve, tiny_limits
+from tests.support.tiny_checkpoint import make_tiny_llama
+
+pytestmark = pytest.mark.timeout(300)
+
+NUM_TOKENS = 40
+SIZES = ("--max-model-len=1024", "--num-kv-blocks=768", "--max-num-seqs=24", "--max-num-batched-tokens=512")
+
+
+def prompts(seed: int = 3) -> list[list[int]]:
+    """Of all lengths, some longer than a step; those of one half begin alike."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, 300) for _ in range(70)]
+    alone = [[rng.randrange(3, 300) for _ in range(length)] for length in (1, 17, 40, 90, 120)]
+    return alone + [[*shared, *(rng.randrange(3, 300) for _ in range(length))] for length in (1, 9, 30, 50, 80)]
+
+
+async def continue_all(server: Server, inputs: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    async with AsyncClient(server.target) as client:
+        done = await asyncio.gather(
+            *(
+                client.complete(token_ids, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=120)
+                for token_ids in inputs
+            )
+        )
+    return [completion.sequences[0].token_ids for completion in done]
+
+
+def served(model: Path, folder: Path, *flags: str) -> list[tuple[int, ...]]:
+    """What a server with few KV blocks, so that sequences are preempted, makes of all prompts at once."""
+    with serve(model, folder, "--dtype=float32", *tiny_limits(256, 28), *flags) as server:
+        return asyncio.run(continue_all(server, prompts()))
+
+
+def test_two_by_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    """With a vocabulary that must be padded, in chunks, with shared prefixes and preemption."""
+    model = make_tiny_llama(tmp_path / "model", num_layers=3, vocab_size=321, tie=True)
+    alone = served(model, tmp_path / "alone")
+    assert all(len(output) == NUM_TOKENS for output in alone)
+    assert served(model, tmp_path / "group", "--tp", "2", "--pp", "2") == alone
+    logs = sorted(path.name.partition(".")[0] for path in (tmp_path / "group").glob("worker-*.log"))
+    assert logs == ["worker-0", "worker-1", "worker-2", "worker-3"]
+
+
+@pytest.mark.parametrize("sizes", [("--tp", "3"), ("--pp", "2")])
+def test_the_demo_model_says_the_same_in_parts(
+    demo: Server, demo_model: Path, tmp_path: Path, sizes: tuple[str, str]
+) -> None:
+    alone = asyncio.run(continue_all(demo, prompts()))
+    with serve(demo_model, tmp_path, "--dtype=float32", *SIZES, *sizes) as server:
+        assert asyncio.run(continue_all(server, prompts())) == alone
+
+
+@pytest.mark.parametrize(
+    ("flags", "texts"),
+    [
+        (("--tp", "2"), ("number of heads, 9", "use one of tp 1, 3")),
+        (("--pp", "31"), ("30 layers",)),
+    ],
+)
+def test_what_cannot_be_split_is_refused_before_anything_starts(
+    demo_model: Path, tmp_path: Path, flags: tuple[str, str], texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with marked() as mark:
+        monkeypatch.setenv(MARK_VARIABLE, mark)
+        done = run("serve", "--model", str(demo_model), "--log-dir", str(tmp_path), *flags)
+        assert not processes_of(mark)
+    assert done.returncode == 1
+    assert all(text in done.stderr for text in texts), done.stderr
+    assert not list(tmp_path.glob("*.log"))
