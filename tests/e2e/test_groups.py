@@ -4,10 +4,11 @@ import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stepwire.client import AsyncClient
+from stepwire.client import AsyncClient, Completion
 from tests.support.processes import run
 from tests.support.stack import MARK_VARIABLE, Server, marked, processes_of, serve, tiny_limits
 from tests.support.tiny_checkpoint import make_tiny_llama
@@ -26,6 +27,28 @@ def prompts(seed: int = 3) -> list[list[int]]:
     return alone + [[*shared, *(rng.randrange(3, 300) for _ in range(length))] for length in (1, 9, 30, 50, 80)]
 
 
+# One of each thing that a request may ask of the sampler, with the prompt that it is asked for.
+SPECIAL: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 5, "n": 2, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 2},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+    {"temperature": 0.0, "max_draft_tokens": 4},
+    {"temperature": 0.8, "seed": 6, "max_draft_tokens": 3, "repetition_penalty": 1.1},
+    {"temperature": 0.0, "regex": "[a-e]{30,40}"},
+    {"temperature": 1.0, "seed": 7, "json_object": True},
+    {"temperature": 0.0, "banned_token_ids": [5, 6, 7], "logit_bias": {9: 2.0}, "min_tokens": 8},
+]
+
+
+async def ask_special(server: Server) -> list[Completion]:
+    """All of them at once, on a prompt that repeats itself."""
+    prompt = [5, 9, 14, 30, 31, 32, 5, 9, 14, 30, 31, 32, 5, 9, 14, 30]
+    async with AsyncClient(server.target) as client:
+        return await asyncio.gather(
+            *(client.complete(prompt, max_tokens=NUM_TOKENS, timeout=120, **keywords) for keywords in SPECIAL)
+        )
+
+
 async def continue_all(server: Server, inputs: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     async with AsyncClient(server.target) as client:
         done = await asyncio.gather(
@@ -37,18 +60,31 @@ async def continue_all(server: Server, inputs: Sequence[Sequence[int]]) -> list[
     return [completion.sequences[0].token_ids for completion in done]
 
 
-def served(model: Path, folder: Path, *flags: str) -> list[tuple[int, ...]]:
+def served(model: Path, folder: Path, *flags: str) -> tuple[list[tuple[int, ...]], list[Completion]]:
     """What a server with few KV blocks, so that sequences are preempted, makes of all prompts at once."""
     with serve(model, folder, "--dtype=float32", *tiny_limits(256, 28), *flags) as server:
-        return asyncio.run(continue_all(server, prompts()))
+        return asyncio.run(continue_all(server, prompts())), asyncio.run(ask_special(server))
+
+
+def assert_same(ours: Completion, theirs: Completion) -> None:
+    """The same tokens; log-probabilities as near as sums in another order are."""
+    assert [s.token_ids for s in ours.sequences] == [s.token_ids for s in theirs.sequences]
+    for mine, other in zip(ours.sequences, theirs.sequences, strict=True):
+        values = [entry.sampled.logprob for entry in mine.logprobs]
+        assert values == pytest.approx([entry.sampled.logprob for entry in other.logprobs], abs=1e-4)
+    scores = [entry.sampled.logprob for entry in ours.prompt_logprobs]
+    assert scores == pytest.approx([entry.sampled.logprob for entry in theirs.prompt_logprobs], abs=1e-4)
 
 
 def test_two_by_two_ranks_say_what_one_says(tmp_path: Path) -> None:
     """With a vocabulary that must be padded, in chunks, with shared prefixes and preemption."""
     model = make_tiny_llama(tmp_path / "model", num_layers=3, vocab_size=321, tie=True)
-    alone = served(model, tmp_path / "alone")
+    alone, special = served(model, tmp_path / "alone")
     assert all(len(output) == NUM_TOKENS for output in alone)
-    assert served(model, tmp_path / "group", "--tp", "2", "--pp", "2") == alone
+    outputs, answers = served(model, tmp_path / "group", "--tp", "2", "--pp", "2")
+    assert outputs == alone
+    for answer, expected in zip(answers, special, strict=True):
+        assert_same(answer, expected)
     logs = sorted(path.name.partition(".")[0] for path in (tmp_path / "group").glob("worker-*.log"))
     assert logs == ["worker-0", "worker-1", "worker-2", "worker-3"]
 

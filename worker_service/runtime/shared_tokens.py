@@ -97,4 +97,6 @@ class SharedTokens:
 
 
 def _sampled(tokens: IntArray, sampled: Sampled | None = None) -> Sampled:
-    return Sampled(tokens, tokens == _FAILED, {} if sampled is None else sampled.logprobs)
+    if sampled is None:
+        return Sampled(tokens, tokens == _FAILED)
+    return Sampled(tokens, tokens == _FAILED, sampled.logprobs, sampled.reasons)
