@@ -259,7 +259,8 @@ class RankGroup:
             yield
         except RuntimeError as error:
             self.leave()
-            raise _peer_lost(str(error).partition("\n")[0][:300]) from error
+            # What gloo adds to a cause is advice for people who debug gloo.
+            raise _peer_lost(str(error).partition("\n")[0].partition(" This is typically")[0][:300]) from error
         cost = self.cost
         cost.num_calls += 1
         cost.num_bytes += 0 if tensor is None else tensor.nbytes
