@@ -42,6 +42,16 @@ tcmalloc() {
     rm -rf "$scratch"
 }
 
+# peft HOME: adds PEFT and what it imports to HOME, whose torch and transformers stay as they are.
+peft() {
+    local home="$1" wanted=("peft==0.21.2" "accelerate==1.15.0" "psutil==7.2.2")
+    if [[ -f "$home/.peft" && "$(<"$home/.peft")" == "${wanted[*]}" ]]; then
+        return
+    fi
+    "$home/bin/python" -m pip install --quiet --no-deps "${wanted[@]}"
+    printf '%s' "${wanted[*]}" >"$home/.peft"
+}
+
 mkdir -p "$peers"
 names=("$@")
 ((${#names[@]})) || names=(vllm llamacpp hf)
@@ -53,7 +63,10 @@ for name in "${names[@]}"; do
             ;;
         # From source, so that it uses this machine's instructions. Needs a C++ compiler.
         llamacpp) CMAKE_ARGS="-DGGML_NATIVE=ON" peer llamacpp "llama-cpp-python==0.3.36" "--no-binary=llama-cpp-python" ;;
-        hf) peer hf "torch==2.13.0" "transformers==5.24.0" ;;
+        hf)
+            peer hf "torch==2.13.0" "transformers==5.24.0"
+            peft "$peers/hf"
+            ;;
         *)
             echo "make_peers.sh: there is no peer $name; there are vllm, llamacpp and hf" >&2
             exit 2

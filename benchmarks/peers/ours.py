@@ -41,10 +41,13 @@ class StepwireServer:
         """Returns when it takes requests. Raises StepwireError, or SystemExit when it has ended."""
         self._runner.run(self._wait_ready())
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, *, stream: bool = False) -> Answer:
-        """Greedy continuations, all begun together, and when each token was there. Tokens are always streamed."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, stream: bool = False, adapters: Sequence[str] = ()
+    ) -> Answer:
+        """Greedy continuations, all begun together, and when each token was there; with `adapters`, each with its own.
+        Tokens are always streamed."""
         del stream
-        done = self._runner.run(self._generate_all(prompts, max_tokens))
+        done = self._runner.run(self._generate_all(prompts, max_tokens, adapters or [""] * len(prompts)))
         return Answer([tokens for tokens, _ in done], [times for _, times in done])
 
     def encode(self, text: str) -> list[int]:
@@ -82,16 +85,24 @@ class StepwireServer:
                 await asyncio.sleep(_POLL_S)
 
     async def _generate_all(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, adapters: Sequence[str]
     ) -> list[tuple[list[int], list[float]]]:
         begin = time.perf_counter()
-        return await asyncio.gather(*(self._generate(prompt, max_tokens, begin) for prompt in prompts))
+        pairs = zip(prompts, adapters, strict=True)
+        return await asyncio.gather(*(self._generate(prompt, max_tokens, begin, name) for prompt, name in pairs))
 
-    async def _generate(self, prompt: Sequence[int], max_tokens: int, begin: float) -> tuple[list[int], list[float]]:
+    async def _generate(
+        self, prompt: Sequence[int], max_tokens: int, begin: float, adapter: str
+    ) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         times: list[float] = []
         stream = self._client.generate(
-            prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=_REQUEST_TIMEOUT_S
+            prompt,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            adapter=adapter,
+            timeout=_REQUEST_TIMEOUT_S,
         )
         async for event in stream:
             if isinstance(event, Output):
