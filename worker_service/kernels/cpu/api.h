@@ -54,7 +54,7 @@ struct SwModel {
 struct SwFactors {
   const void* a;  // [ceil(rank / 16)][in / depth][16][depth]
   const void* b;  // [ceil(out / 16)][rank / depth][16][depth]
-  int32_t rank;   // a multiple of depth
+  int32_t rank;   // a multiple of 2 * depth
   float scaling;
 };
 

@@ -13,33 +13,34 @@ namespace stepwire {
 // A layer's modules, in the order of SwFactors.
 enum Module { kQuery, kKey, kValue, kOutput, kGate, kUp, kDown, kModules };
 
-// Accumulators of one element of x * A^T: each sums its own quarter of the columns, and they are added in
-// one order, so that a row's values are the same whatever other rows there are.
-constexpr int kQuarters = 4;
+// Accumulators of one element of x * A^T, which take its steps in turn, and of one of the product with B^T.
+// They are added in one order, so that a row's values are the same whatever other rows there are.
+constexpr int kShrinkChains = 4, kExpandChains = 2;
 constexpr int kShrinkRows = 3;
+// How many lines ahead A is asked for: what is read of A and B at once is too short for the processor to see what comes.
+constexpr int kLinesAhead = 16;
 
-// 16 columns of x * A^T for R rows; `steps` is a multiple of kQuarters.
+// 16 columns of x * A^T for R rows; `steps` is a multiple of kShrinkChains. Asks for A where it `comes_first` to it.
 template <class T, int R>
-void shrink_rows(const T* x, ptrdiff_t stride, const T* a, int steps, T* to, ptrdiff_t to_stride) {
+void shrink_rows(const T* x, ptrdiff_t stride, const T* a, int steps, T* to, ptrdiff_t to_stride, bool comes_first) {
   using P = Product<T>;
-  const int part = steps / kQuarters;
-  Floats sum[R][kQuarters];
+  Floats sum[R][kShrinkChains];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int q = 0; q < kQuarters; ++q) sum[r][q] = Floats{};
-  for (int s = 0; s < part; ++s)
+    for (int c = 0; c < kShrinkChains; ++c) sum[r][c] = Floats{};
+  for (int s = 0; s < steps; s += kShrinkChains)
 #pragma GCC unroll 4
-    for (int q = 0; q < kQuarters; ++q) {
-      const ptrdiff_t at = (ptrdiff_t)q * part + s;
-      const typename P::Packed column = P::packed(a + at * kLanes * P::depth);
+    for (int c = 0; c < kShrinkChains; ++c) {
+      const T* column = a + (ptrdiff_t)(s + c) * kLanes * P::depth;
+      if (comes_first) ask(reinterpret_cast<const char*>(column) + kLinesAhead * 64);
+      const typename P::Packed values = P::packed(column);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
-        sum[r][q] = P::add(sum[r][q], column, P::broadcast(x + r * stride + at * P::depth));
+        sum[r][c] = P::add(sum[r][c], values, P::broadcast(x + r * stride + (ptrdiff_t)(s + c) * P::depth));
     }
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-    store(to + r * to_stride, (sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]));
+  for (int r = 0; r < R; ++r) store(to + r * to_stride, (sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]));
 }
 
 // Where each module of a product ends in it, in vectors of 16 columns; 0 for one that is not there.
@@ -55,29 +56,67 @@ struct ProductDelta {
   int width, first;              // `first`: the product's first module among those of all layers
   ProductEnds ends;
 
-  // Adds to 16 columns of a row; beyond the product's there is nothing to add.
-  SW_INLINE void add(int row, int vector, Floats& sum) const {
-    using P = Product<T>;
+  // Adds to the columns of two neighbouring vectors of a row; beyond the product's there is nothing to add.
+  SW_INLINE void add_panel(int row, int panel, Floats& low, Floats& high) const {
     if (!rows[row]) return;
-    int module = 0, begin = 0;
-    for (; vector >= ends.at[module]; ++module) {
-      if (module == 2 || !ends.at[module + 1]) return;
-      begin = ends.at[module];
+    const Place place = find(2 * panel);
+    if (place.module < 0) return;
+    if (2 * panel + 1 < ends.at[place.module]) {
+      Floats* const sums[2] = {&low, &high};
+      expand<2>(row, place, sums);
+    } else {
+      add(row, 2 * panel, low);
+      add(row, 2 * panel + 1, high);
     }
-    const SwFactors& factors = rows[row][first + module];
-    if (!factors.a) return;
-    const int steps = factors.rank / P::depth;
-    const T* b = static_cast<const T*>(factors.b) + (ptrdiff_t)(vector - begin) * factors.rank * kLanes;
-    const T* x = shrunk[row] + module * width;
-    Floats change = {};
-    for (int s = 0; s < steps; ++s)
-      change = P::add(change, P::packed(b + s * kLanes * P::depth), P::broadcast(x + s * P::depth));
-    sum = fma(splat(factors.scaling), change, sum);
   }
 
-  SW_INLINE void add_panel(int row, int panel, Floats& low, Floats& high) const {
-    add(row, 2 * panel, low);
-    add(row, 2 * panel + 1, high);
+  // To those of one.
+  SW_INLINE void add(int row, int vector, Floats& sum) const {
+    if (!rows[row]) return;
+    const Place place = find(vector);
+    Floats* const sums[1] = {&sum};
+    if (place.module >= 0) expand<1>(row, place, sums);
+  }
+
+  // A vector of the product: its module, -1 beyond the last, and its place among that one's.
+  struct Place {
+    int module, vector;
+  };
+
+  SW_INLINE Place find(int vector) const {
+    int module = 0, begin = 0;
+    for (; vector >= ends.at[module]; ++module) {
+      if (module == 2 || !ends.at[module + 1]) return {-1, 0};
+      begin = ends.at[module];
+    }
+    return {module, vector - begin};
+  }
+
+  template <int V>
+  SW_INLINE void expand(int row, Place place, Floats* const (&sums)[V]) const {
+    using P = Product<T>;
+    const SwFactors& factors = rows[row][first + place.module];
+    if (!factors.a) return;
+    const int steps = factors.rank / P::depth;
+    const ptrdiff_t size = (ptrdiff_t)factors.rank * kLanes;
+    const T* b = static_cast<const T*>(factors.b) + place.vector * size;
+    const T* x = shrunk[row] + place.module * width;
+    if (row == 0 || rows[row - 1] != rows[row])  // The first row with an adapter asks for what comes next, for all.
+      for (ptrdiff_t at = V * size; at < 2 * V * size; at += 64 / (ptrdiff_t)sizeof(T)) ask(b + at);
+    Floats change[V][kExpandChains] = {};
+    for (int s = 0; s < steps; s += kExpandChains)
+#pragma GCC unroll 2
+      for (int c = 0; c < kExpandChains; ++c) {
+        const typename P::Packed value = P::broadcast(x + (s + c) * P::depth);
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) {
+          const T* column = b + v * size + (s + c) * kLanes * P::depth;
+          change[v][c] = P::add(change[v][c], P::packed(column), value);
+        }
+      }
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v)
+      *sums[v] = stepwire::fma(splat(factors.scaling), change[v][0] + change[v][1], *sums[v]);
   }
 };
 
@@ -116,7 +155,7 @@ class Adapters {
         for_tiles<kShrinkRows>(piece.count, [&](int offset, auto height) {
           const int row = piece.first + offset;
           T* to = shrunk_.data() + row * stride + which * width_ + block * kLanes;
-          shrink_rows<T, height>(x[row], x.stride, a, steps, to, stride);
+          shrink_rows<T, height>(x[row], x.stride, a, steps, to, stride, offset == 0);
         });
       }
     });
