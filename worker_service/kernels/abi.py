@@ -114,7 +114,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sw_decoder_destroy": (None, (c_void_p,)),
     "sw_forward": (None, (c_void_p, POINTER(Batch), _Pointer, _Pointer, c_int32, c_int32, POINTER(Head))),
     "sw_attention_half": (None, (c_void_p, POINTER(Batch), c_int32, _Pointer, _Pointer)),
-    "sw_mlp_half": (None, (c_void_p, c_int32, c_int32, _Pointer, _Pointer)),
+    "sw_mlp_half": (None, (c_void_p, POINTER(Batch), c_int32, _Pointer, _Pointer)),
     "sw_add_branch": (None, (c_void_p, c_int32, c_int32, c_int32, _Pointer, _Pointer)),
 }
 

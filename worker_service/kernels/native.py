@@ -228,8 +228,6 @@ class Decoder:
 
     def attention_half(self, layer: int, hidden: torch.Tensor, batch: BatchTables) -> torch.Tensor:
         """The attention branch of one layer, neither normalised after nor joined: this rank's partial sum."""
-        if batch.runs:
-            raise ValueError("halves of a layer are computed without adapters")
         self._check_batch(batch)
         self._check_hidden(hidden, batch.num_tokens)
         partial = torch.empty_like(hidden)
@@ -238,11 +236,12 @@ class Decoder:
         )
         return partial
 
-    def mlp_half(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+    def mlp_half(self, layer: int, hidden: torch.Tensor, batch: BatchTables) -> torch.Tensor:
         """The other branch; likewise."""
-        self._check_hidden(hidden, len(hidden))
+        self._check_batch(batch)
+        self._check_hidden(hidden, batch.num_tokens)
         partial = torch.empty_like(hidden)
-        self._pool.library.sw_mlp_half(self._handle, self._layer(layer), len(hidden), address(hidden), address(partial))
+        self._pool.library.sw_mlp_half(self._handle, batch.c, self._layer(layer), address(hidden), address(partial))
         return partial
 
     def add_branch(self, layer: int, half: Half, hidden: torch.Tensor, branch: torch.Tensor) -> None:

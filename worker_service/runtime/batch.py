@@ -84,7 +84,7 @@ def build_batch(
     order = order[~table.skipped[all_rows[order]]]
     if adapters and not decodes_first:
         # Sequences that share blocks have the same adapter, so whoever reads stays behind whoever fills.
-        order = order[np.argsort(_slots(all_rows[order], adapters), kind="stable")]
+        order = order[np.argsort(_adapter_order(all_rows[order], adapters), kind="stable")]
     rows, counts, computed = all_rows[order], scheduled[order], checked.computed[order]
     starts = np.cumsum(counts) - counts
     token_rows = np.repeat(rows, counts)
@@ -116,10 +116,11 @@ def build_batch(
     )
 
 
-def _slots(rows: IntArray, adapters: Mapping[int, ResidentAdapter]) -> IntArray:
-    """The slot of each row's adapter; 0 for none."""
-    found = [adapters.get(row) for row in rows.tolist()]
-    return np.array([0 if adapter is None else adapter.slot for adapter in found], np.int64)
+def _adapter_order(rows: IntArray, adapters: Mapping[int, ResidentAdapter]) -> IntArray:
+    """A number for each row's adapter, 0 for none: the same on all ranks, which exchange states row by row."""
+    names = [adapters[row].fingerprint if row in adapters else "" for row in rows.tolist()]
+    numbers = {name: number for number, name in enumerate(sorted({"", *names}))}
+    return np.array([numbers[name] for name in names], np.int64)
 
 
 def _adapter_rows(rows: IntArray, counts: IntArray, adapters: Mapping[int, ResidentAdapter]) -> list[AdapterRows]:

@@ -103,5 +103,5 @@ class NativeGroupExecutor:
         for layer in range(self._num_layers):
             branch = all_reduce(decoder.attention_half(layer, hidden, tables))
             decoder.add_branch(layer, "attention", hidden, branch)
-            branch = all_reduce(decoder.mlp_half(layer, hidden))
+            branch = all_reduce(decoder.mlp_half(layer, hidden, tables))
             decoder.add_branch(layer, "mlp", hidden, branch)

@@ -40,8 +40,8 @@ void sw_attention_half(void* decoder, const SwBatch* batch, int32_t layer, const
   decoder_of(decoder).attention_half(*batch, layer, hidden, partial);
 }
 
-void sw_mlp_half(void* decoder, int32_t layer, int32_t num_tokens, const void* hidden, void* partial) {
-  decoder_of(decoder).mlp_half(layer, num_tokens, hidden, partial);
+void sw_mlp_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial) {
+  decoder_of(decoder).mlp_half(*batch, layer, hidden, partial);
 }
 
 void sw_add_branch(void* decoder, int32_t layer, int32_t is_mlp, int32_t num_tokens, void* hidden,

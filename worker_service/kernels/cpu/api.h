@@ -102,7 +102,7 @@ void sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, v
 
 // One branch of a layer without its residual, into `partial` [tokens, hidden_size], and its joining.
 void sw_attention_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial);
-void sw_mlp_half(void* decoder, int32_t layer, int32_t num_tokens, const void* hidden, void* partial);
+void sw_mlp_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial);
 void sw_add_branch(void* decoder, int32_t layer, int32_t is_mlp, int32_t num_tokens, void* hidden,
                    const void* partial);
 }

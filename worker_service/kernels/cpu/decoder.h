@@ -56,6 +56,7 @@ class TypedDecoder final : public Decoder {
 
   void attention_half(const SwBatch& batch, int layer, const void* hidden, void* partial) override {
     const auto chunks = plan_chunks(batch, model_.block_size, heads_per_group_);
+    adapters_.take(batch, model_.num_layers);
     pool_.run([&](Pool& pool, int thread) {
       for (const Chunk& chunk : chunks) {
         const ptrdiff_t offset = (ptrdiff_t)chunk.first * model_.hidden_size;
@@ -65,12 +66,17 @@ class TypedDecoder final : public Decoder {
     });
   }
 
-  void mlp_half(int layer, int num_tokens, const void* hidden, void* partial) override {
+  void mlp_half(const SwBatch& batch, int layer, const void* hidden, void* partial) override {
+    std::vector<Chunk> chunks;
+    for (int first = 0; first < batch.num_tokens; first += kChunk) {
+      const int count = std::min(kChunk, batch.num_tokens - first);
+      chunks.push_back({first, count, {}, {}, plan_pieces(batch, first, count)});
+    }
+    adapters_.take(batch, model_.num_layers);
     pool_.run([&](Pool& pool, int thread) {
-      for (int first = 0; first < num_tokens; first += kChunk) {
-        const ptrdiff_t offset = (ptrdiff_t)first * model_.hidden_size;
+      for (const Chunk& chunk : chunks) {
+        const ptrdiff_t offset = (ptrdiff_t)chunk.first * model_.hidden_size;
         T* rows = const_cast<T*>(static_cast<const T*>(hidden)) + offset;
-        const Chunk chunk{first, std::min(kChunk, num_tokens - first), {}, {}, {}};
         mlp(pool, thread, layer, chunk, rows, static_cast<T*>(partial) + offset);
       }
     });

@@ -13,7 +13,7 @@ class Decoder {
   virtual void forward(const SwBatch& batch, const int64_t* token_ids, void* hidden, int first, int last,
                        const SwHead* head) = 0;
   virtual void attention_half(const SwBatch& batch, int layer, const void* hidden, void* partial) = 0;
-  virtual void mlp_half(int layer, int num_tokens, const void* hidden, void* partial) = 0;
+  virtual void mlp_half(const SwBatch& batch, int layer, const void* hidden, void* partial) = 0;
   virtual void add_branch(int layer, bool is_mlp, int num_tokens, void* hidden, const void* partial) = 0;
 };
 

@@ -135,6 +135,21 @@ def test_without_an_adapter_nothing_changes(pool: Pool) -> None:
     assert torch.equal(step(Server(pool, plain), {"it": ids, "other": others}, {"other": adapter})["it"], expected)
 
 
+def test_halves_have_their_adapters_too(pool: Pool) -> None:
+    plain = PlainDecoder(BASE)
+    whole, halves = Server(pool, plain), Server(pool, plain)
+    counts = {"a": 200, "b": 70}
+    runs = [AdapterRun(weights_of(random_adapter(BASE, 1, dict.fromkeys(MODULES, 8))), 100, 170)]
+    hidden = whole.decoder.embed(random_tokens(270, 1))
+    expected = hidden.clone()
+    whole.decoder.run(expected, replace(whole.batch(counts), runs=runs))
+    batch = replace(halves.batch(counts), runs=runs)
+    for layer in range(BASE.num_layers):
+        halves.decoder.add_branch(layer, "attention", hidden, halves.decoder.attention_half(layer, hidden, batch))
+        halves.decoder.add_branch(layer, "mlp", hidden, halves.decoder.mlp_half(layer, hidden, batch))
+    torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_what_does_not_fit_is_refused(pool: Pool) -> None:
     plain = PlainDecoder(BASE)
     server, adapter = Server(pool, plain), weights_of(random_adapter(BASE, 1, {"q": 4}))
@@ -152,8 +167,6 @@ def test_what_does_not_fit_is_refused(pool: Pool) -> None:
     for weights, text in ((wrong_layers, "1 layers"), (narrow, "q of layer 0"), (rounded, "bfloat16")):
         with pytest.raises(ValueError, match=text):
             server.decoder.run(hidden, replace(batch, runs=[AdapterRun(weights, 0, 4)]))
-    with pytest.raises(ValueError, match="without adapters"):
-        server.decoder.attention_half(0, hidden, replace(batch, runs=[AdapterRun(adapter, 0, 4)]))
     for a, b in ((torch.zeros(4, 24), torch.zeros(8, 4)), (torch.zeros(4, 16), torch.zeros(8, 5))):
         with pytest.raises(ValueError):
             pack_factors(a, b, 1.0)

@@ -122,7 +122,7 @@ def test_halves_make_up_a_layer(pool: Pool) -> None:
         batch = halves.batch(counts)
         for layer in range(plain.shape.num_layers):
             halves.decoder.add_branch(layer, "attention", hidden, halves.decoder.attention_half(layer, hidden, batch))
-            halves.decoder.add_branch(layer, "mlp", hidden, halves.decoder.mlp_half(layer, hidden))
+            halves.decoder.add_branch(layer, "mlp", hidden, halves.decoder.mlp_half(layer, hidden, batch))
         torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -170,7 +170,7 @@ def test_bad_arguments_are_named(pool: Pool) -> None:
         (lambda: decoder.run(torch.zeros(48, 4).T, batch), "hidden must be contiguous"),
         (lambda: decoder.run(hidden, batch, 0, 3), "layers"),
         (lambda: decoder.logits(hidden, torch.tensor([4])), "rows"),
-        (lambda: decoder.mlp_half(2, hidden), "layer 2"),
+        (lambda: decoder.mlp_half(2, hidden, batch), "layer 2"),
         (lambda: BatchTables(batch.query_start[1:], batch.computed, batch.block_tables), "query_start"),
         (lambda: BatchTables(batch.query_start, batch.computed.astype(np.int64), batch.block_tables), "computed"),
         (lambda: decoder.run(hidden, BatchTables(batch.query_start, batch.computed + 197, batch.block_tables)), "rope"),

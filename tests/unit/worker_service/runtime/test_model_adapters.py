@@ -20,6 +20,7 @@ from loader.errors import CheckpointError
 from loader.layout import weight_slices
 from loader.shares import RankPlace
 from loader.weights import load_weights
+from tests.support.rank_threads import rank_settings, rank_threads
 from tests.support.tiny_adapter import EMBEDDING, PREFIX, adapter_tensors, layer_modules, write_adapter
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from tests.support.tiny_runner import CPU, Driven, Driver
@@ -188,6 +189,29 @@ def test_in_bfloat16_an_answer_does_not_depend_on_its_batch(tmp_path: Path, pool
             alone[adapter, number] = answer_of(driven)
             driver.runner.drop_sequences()
     assert [run_mixed(served, prompts, seed) for seed in range(2)] == [alone, alone]
+
+
+@pytest.mark.parametrize(
+    ("native", "tp", "pp"),
+    [(False, 2, 1), (False, 2, 2), *(pytest.param(True, *n, marks=needs_kernels) for n in ((2, 1), (1, 2), (2, 2)))],
+)
+def test_a_group_says_what_one_rank_says(tmp_path: Path, native: bool, tp: int, pp: int) -> None:
+    base_path = make_tiny_llama(tmp_path / "base")
+    base, prompts = open_checkpoint(base_path), prompts_of()
+    paths = make_adapters(tmp_path, base)
+    expected = run_mixed(Served(base, paths), prompts, 1)
+    with rank_threads(tp, pp, rank_settings(native_kernels=native, adapter_slots=3)) as ranks:
+        ranks.start(base_path, num_blocks=128, block_size=16)
+        fingerprints = []
+        for path in paths:
+            # Ranks take adapters in at different times, so that they lie in other slots.
+            ranks.each(lambda r, path=path: r.adapters().table.add(r.adapters().reader().read(path)))
+            fingerprints.append(load_adapter(open_adapter(path, base.config), RankPlace()).fingerprint)
+        last = ranks.runtimes[-1].adapters().table
+        last.release(last.take(fingerprints[-1]))
+        group = SimpleNamespace(driver=lambda seed: Driver(ranks, ranks, seed), fingerprints=fingerprints)  # type: ignore[arg-type]
+        found = run_mixed(group, prompts, 1)  # type: ignore[arg-type]
+    assert {key: tokens for key, (tokens, _) in found.items()} == {key: tokens for key, (tokens, _) in expected.items()}
 
 
 def test_a_sequence_without_its_adapter_fails_alone(tmp_path: Path) -> None:
