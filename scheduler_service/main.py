@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,24 +19,20 @@ from loader.checkpoint import Checkpoint
 from loader.errors import CheckpointError
 from loader.inspection import Problem
 from loader.tokenizer import load_tokenizer
-from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.assembly import Assembled, Assembly
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.flight import FlightRecorder
 from scheduler_service.engine.grammars import GrammarChecker
 from scheduler_service.engine.preflight import PHASE, check_before_start, check_failed, wish_of
-from scheduler_service.engine.recovery import LifePlan
+from scheduler_service.engine.replicas import not_ready
 from scheduler_service.engine.served import ServedModel
-from scheduler_service.engine.start import GroupStarter, StartedGroup, StartPlan, startup_phase, startup_trace
+from scheduler_service.engine.start import StartPlan, startup_phase, startup_trace
 from scheduler_service.engine.step_tracing import StepTraceRule
 from scheduler_service.engine.supervision import Supervision, Unsupervised
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tokens import Tokens
 from scheduler_service.rpc.admin.adapters import AdapterRoots
 from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServicer
-from scheduler_service.rpc.flight_file import FlightFacts
-from scheduler_service.rpc.flight_log import FlightLog
 from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
-from scheduler_service.rpc.worker_client import WorkerClient
 from scheduler_service.settings import SchedulerSettings
 from stepwire.rpc.errors import StepwireError
 from stepwire.rpc.run import settle_memory
@@ -94,7 +90,7 @@ class _Service:
         self._tracer: Tracer = get_tracer(telemetry.tracer_provider)
         self._metrics = Metrics()
         self._metrics.watch_spans(telemetry.exporter)
-        self._flight_log: FlightLog | None = None
+        self._assembly: Assembly | None = None
         self._engine = Engine(
             _served_name(settings),
             self._tracer,
@@ -110,14 +106,11 @@ class _Service:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._engine), self._server)
         if admin_keys:
             roots = AdapterRoots(settings.adapter_roots, settings.host)
-            servicer = AdminServicer(self._engine, lambda: self._flight_log, roots)
+            servicer = AdminServicer(self._engine, roots, self._add_replica)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, self._server)
         self._health = _Health(self._engine, add_standard_services(self._server, [SERVICE_NAME, *admin_keys]))
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
-        self._workers = [
-            WorkerClient(address, key=settings.cluster_key, tracer=self._tracer) for address in settings.workers
-        ]
 
     async def run(self) -> int:
         """Listens, starts, serves, ends."""
@@ -143,8 +136,8 @@ class _Service:
             await asyncio.gather(*watchers, return_exceptions=True)
             await self._server.stop(None)
             await self._engine.close()
-            for worker in self._workers:
-                await worker.close()
+            if self._assembly is not None:
+                await self._assembly.close()
 
     def _serve_metrics(self) -> None:
         """Raises BindError."""
@@ -183,40 +176,47 @@ class _Service:
             with startup_phase(self._tracer, PHASE):
                 checkpoint = await asyncio.to_thread(check_before_start, path, wish_of(settings))
             plan = start_plan(settings, checkpoint, path)
-            starter = GroupStarter(self._workers, plan, self._tracer, supervision=self._supervision)
-            adapters = self._engine.adapters
-            starter.hooks.append(lambda ports: adapters.add_all(ports, starter.epoch))
-            model, started = await _both(
+            assembly = Assembly(settings, plan, self._tracer, self._supervision, self._engine.adapters)
+            self._assembly = assembly
+            model, assembled = await _both(
                 asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len, settings.grammar_timeout),
-                starter.start(),
+                self._start_all(assembly),
             )
-            model = replace(model, max_model_len=started.max_model_len, max_draft_tokens=settings.max_draft_tokens)
-            config = SchedulerConfig(
-                num_blocks=started.num_blocks,
-                block_size=settings.block_size,
-                max_running=settings.max_num_seqs,
-                max_step_tokens=settings.max_num_batched_tokens,
-                prefix_caching=settings.prefix_caching,
-                max_in_flight=settings.pp + 1,
-                num_stages=settings.pp,
-                max_queued_requests=settings.max_queued_requests,
-                max_queued_tokens=settings.max_queued_tokens,
-                ageing_s=settings.ageing_seconds,
-                tenant_weights=settings.tenant_rules.weights,
-                max_running_adapters=started.summary.num_adapter_slots or None,
+            first = assembled[0].started
+            model = replace(
+                model,
+                max_model_len=min(each.started.max_model_len for each in assembled),
+                max_draft_tokens=settings.max_draft_tokens,
             )
-            with startup_phase(self._tracer, "load_adapters", started.epoch):
+            with startup_phase(self._tracer, "load_adapters", first.epoch):
                 for name, adapter_path in settings.adapters.items():
-                    await adapters.load(name, adapter_path)
-            flight = FlightRecorder(settings.flight_steps)
-            self._flight_log = FlightLog(flight, settings.flight_dir, FlightFacts.of(plan, started))
-            life = LifePlan(
-                starter, settings.step_timeout, settings.restart_budget, flight=flight, observers=[self._flight_log]
+                    await self._engine.adapters.load(name, adapter_path)
+            # What one accepts the others must be able to take over.
+            num_blocks = min(each.config.num_blocks for each in assembled)
+            await self._engine.begin(
+                model, [replace(each, config=replace(each.config, num_blocks=num_blocks)) for each in assembled]
             )
-            await self._engine.begin(model, started, config, life)
         await self._health.update()
         if model.template is not None:
             await model.template.start()
+
+    async def _start_all(self, assembly: Assembly) -> list[Assembled]:
+        """The groups of all replicas at once; the first failure is raised, and ends the others."""
+        settings = self._settings
+        size = len(settings.workers) // settings.replicas
+        groups = [settings.workers[i : i + size] for i in range(0, len(settings.workers), size)]
+        starts = [asyncio.create_task(assembly.start(addresses)) for addresses in groups]
+        try:
+            return await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    async def _add_replica(self, addresses: Sequence[str]) -> int:
+        if self._assembly is None:
+            raise not_ready()
+        return await self._engine.add_replica(await self._assembly.start(addresses))
 
     async def _drain(self) -> int:
         """SIGTERM: no new requests; running ones get their time, unless a second signal comes."""
@@ -353,7 +353,9 @@ async def _first_of(*futures: "asyncio.Future[Any]") -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _both(first: Awaitable[ServedModel], second: Awaitable[StartedGroup]) -> tuple[ServedModel, StartedGroup]:
+async def _both(
+    first: Awaitable[ServedModel], second: Awaitable[list[Assembled]]
+) -> tuple[ServedModel, list[Assembled]]:
     """Waits for both; when one fails the other is cancelled."""
     tasks = (asyncio.ensure_future(first), asyncio.ensure_future(second))
     try:

@@ -61,6 +61,9 @@ class SchedulerSettings(BaseModel):
     )
     tp: int = Field(default=1, ge=1, le=1024, description="Tensor-parallel ranks: workers that share each layer.")
     pp: int = Field(default=1, ge=1, le=256, description="Pipeline stages: workers that have some of the layers each.")
+    replicas: int = Field(
+        default=1, ge=1, le=256, description="Groups of tp x pp workers that serve the model side by side."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the weights in memory; auto takes the checkpoint's own."
     )
@@ -231,9 +234,11 @@ class SchedulerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check_workers(self) -> Self:
-        if len(self.workers) != self.tp * self.pp:
+        num_wanted = self.replicas * self.tp * self.pp
+        if len(self.workers) != num_wanted:
+            times = f" x replicas {self.replicas}" if self.replicas > 1 else ""
             raise ValueError(
-                f"workers names {len(self.workers)}, and tp {self.tp} x pp {self.pp} takes {self.tp * self.pp}"
+                f"workers names {len(self.workers)}, and tp {self.tp} x pp {self.pp}{times} takes {num_wanted}"
             )
         if len(set(self.workers)) < len(self.workers):
             raise ValueError("workers names an address twice")

@@ -166,6 +166,14 @@ class Scheduler:
         self._waiting.forget_departed()
         return withdrawn
 
+    def fits(self, request: Request) -> bool:
+        """Whether a request can ever run here, and no other has its id."""
+        try:
+            self._check_fits(request)
+        except (DuplicateRequest, NeverFits):
+            return False
+        return True
+
     def adopt(self, sequences: list[Sequence]) -> None:
         """Takes the live sequences of a request that another scheduler has withdrawn; they wait, as if preempted.
 

@@ -71,8 +71,8 @@ class Adapters:
         self._max_adapters = max_adapters
         self._by_name: dict[str, _LiveAdapter] = {}
         self._leaving: list[_LiveAdapter] = []
-        self._ports: Sequence[WorkerPort] | None = None
-        self._epoch = 0
+        # Each group's workers by their addresses, with its epoch.
+        self._groups: dict[tuple[str, ...], tuple[Sequence[WorkerPort], int]] = {}
         self._lock = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
         self._asking: asyncio.Future[list[Any]] | None = None
@@ -120,12 +120,12 @@ class Adapters:
                 adapter.idle.set()
 
     async def add_all(self, ports: Sequence[WorkerPort], epoch: int) -> None:
-        """Makes the workers of a new epoch hold what is live, and nothing else.
+        """Makes the workers of a group, in a new epoch, hold what is live, and nothing else.
 
         One whose files are gone, or are others now, is dropped: its requests fail, and no others. Raises StepwireError
         when a worker fails.
         """
-        self._ports, self._epoch = ports, epoch
+        self._groups[_key(ports)] = (ports, epoch)
         if self._asking is not None:
             # A worker of an epoch that has ended may never answer.
             self._asking.cancel()
@@ -135,6 +135,10 @@ class Adapters:
             for fingerprint, error in (pair for lost in found for pair in lost.items()):
                 self._drop(fingerprint, error)
 
+    def forget(self, ports: Sequence[WorkerPort]) -> None:
+        """A group of workers serves no more."""
+        self._groups.pop(_key(ports), None)
+
     async def close(self) -> None:
         """Ends changes under way."""
         for change in list(self._changes):
@@ -143,7 +147,7 @@ class Adapters:
 
     async def _load(self, name: str, path: str) -> AdapterInfo:
         async with self._lock:
-            if self._ports is None:
+            if not self._groups:
                 raise _not_ready()
             before = self._by_name.get(name)
             if before is None and len(self._by_name) >= self._max_adapters:
@@ -152,7 +156,7 @@ class Adapters:
                     f"{len(self._by_name)} adapters are loaded and max_adapters allows no more; unload one first",
                     {"limit": str(self._max_adapters)},
                 )
-            held = await self._add(self._ports, path)
+            held = await self._add(path)
             if before is not None and before.held.fingerprint == held[0].fingerprint:
                 before.path = path
                 return before.info()
@@ -164,9 +168,9 @@ class Adapters:
             self._begin(self._retire(before))
         return adapter.info()
 
-    async def _add(self, ports: Sequence[WorkerPort], path: str) -> list[HeldAdapter]:
+    async def _add(self, path: str) -> list[HeldAdapter]:
         """On all workers, or on none."""
-        outcomes = await self._ask(port.adapters.add(self._epoch, path, "") for port in ports)
+        outcomes = await self._ask(port.adapters.add(epoch, path, "") for port, epoch in self._workers())
         held = [outcome for outcome in outcomes if isinstance(outcome, HeldAdapter)]
         error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
         fingerprints = sorted({each.fingerprint for each in held})
@@ -214,7 +218,7 @@ class Adapters:
         if any(adapter.held.fingerprint == fingerprint for adapter in self._all()):
             return
         try:
-            outcomes = await self._ask(port.adapters.remove(self._epoch, fingerprint) for port in self._ports or ())
+            outcomes = await self._ask(port.adapters.remove(epoch, fingerprint) for port, epoch in self._workers())
         except StepwireError as error:
             outcomes = [error]
         for outcome in outcomes:
@@ -243,6 +247,10 @@ class Adapters:
             )
         return adapter
 
+    def _workers(self) -> Iterator[tuple[WorkerPort, int]]:
+        """Every worker, with its epoch."""
+        return ((port, epoch) for ports, epoch in self._groups.values() for port in ports)
+
     def _all(self) -> list[_LiveAdapter]:
         return [*self._by_name.values(), *self._leaving]
 
@@ -260,6 +268,10 @@ class Adapters:
         if not task.cancelled():
             # Whoever waited may be gone; then nobody else takes the error.
             task.exception()
+
+
+def _key(ports: Sequence[WorkerPort]) -> tuple[str, ...]:
+    return tuple(port.address for port in ports)
 
 
 def _not_ready() -> StepwireError:

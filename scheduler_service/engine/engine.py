@@ -1,4 +1,4 @@
-"""The engine: one model served by one worker group, from a checked call to a stream of events."""
+"""The engine: one model served by its replicas, from a checked call to a stream of events."""
 
 import asyncio
 import secrets
@@ -7,28 +7,25 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
+from typing import Protocol
 
 import structlog
 from opentelemetry.trace import Tracer
 
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.plan import StepResult
 from scheduler_service.core.request import Request
-from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.adapters import Adapters
 from scheduler_service.engine.best_of import BestOf
-from scheduler_service.engine.causes import EpochEnd
 from scheduler_service.engine.ending import note_end
-from scheduler_service.engine.grammars import Grammars
-from scheduler_service.engine.group import WorkerGroup
 from scheduler_service.engine.live import LiveRequest
-from scheduler_service.engine.loop import StepLoop
 from scheduler_service.engine.metrics import EngineMetrics
 from scheduler_service.engine.output import OutputStream
-from scheduler_service.engine.recovery import Epoch, GroupLife, LifePlan
+from scheduler_service.engine.recovery import LifePlan
+from scheduler_service.engine.replica import ReplicaParts
+from scheduler_service.engine.replicas import Replicas, not_ready
 from scheduler_service.engine.served import ServedModel
 from scheduler_service.engine.start import StartedGroup
-from scheduler_service.engine.step_tracing import RankTotals, StepTraceRule, StepTracing
+from scheduler_service.engine.step_tracing import StepTraceRule
 from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.tracing import RequestTrace
 from scheduler_service.engine.validate import Checked, Validator
@@ -60,6 +57,17 @@ class EngineState(Enum):
     FAILED = "failed"
 
 
+class ReadyGroup(Protocol):
+    """Workers that are ready to serve a replica, with how to drive them and keep them going."""
+
+    @property
+    def started(self) -> StartedGroup: ...
+    @property
+    def config(self) -> SchedulerConfig: ...
+    @property
+    def life(self) -> LifePlan: ...
+
+
 class Engine:
     """Serves one model. Exists before its workers do: calls are then refused as not ready."""
 
@@ -81,19 +89,18 @@ class Engine:
             metrics,
             model_name,
             tenants={*tenants.weights, *tenants.max_priorities},
-            scheduler=lambda: None if self._loop is None else self._loop.scheduler,
+            schedulers=lambda: [replica.scheduler for replica in self.replicas],
             is_healthy=lambda: self.is_healthy,
         )
-        self._tracing = StepTracing(tracer, self._metrics, step_traces)
+        self._tracer = tracer
+        self._step_traces = step_traces
         self._state = EngineState.STARTING
         self._failure: StepwireError | None = None
         self._model: ServedModel | None = None
         self._info = ModelInfo(model_name, EngineState.STARTING.value)
         self._validator: Validator | None = None
-        self._loop: StepLoop | None = None
-        self._group: GroupLife | None = None
-        self._is_recovering = False
-        self._grammars: Grammars | None = None
+        self._parts: ReplicaParts | None = None
+        self.replicas = Replicas(on_removed=lambda replica: self.adapters.forget(replica.ports), on_all_lost=self.fail)
         self._num_admitting = 0
         self._num_calls = 0
         self._no_calls = asyncio.Event()
@@ -101,18 +108,13 @@ class Engine:
 
     # Its life.
 
-    async def begin(self, model: ServedModel, started: StartedGroup, config: SchedulerConfig, life: LifePlan) -> None:
+    async def begin(self, model: ServedModel, groups: Sequence[ReadyGroup]) -> None:
         """Serves a model on workers that are ready. Raises StepwireError when their step streams cannot be opened."""
-        group = GroupLife(
-            life, self._tracing.tracer, observer=self._tracing, on_result=self._take_result, on_give_up=self.fail
-        )
-        loop = StepLoop(Scheduler(config, time.monotonic), group, model.tokens.detokenizer, self._defect)
-        self._model, self._group, self._loop = model, group, loop
-        group.observers += [self, self._metrics]
-        self._grammars = Grammars(model.grammars)
-        group.preparations.append(self._grammars.begin_epoch)
-        await group.begin(started)
-        loop.start()
+        self._model = model
+        started, config = groups[0].started, groups[0].config
+        self._parts = ReplicaParts(model, self._tracer, self._metrics, self._step_traces, self._defect)
+        for group in groups:
+            await self.add_replica(group)
         self._validator = Validator(
             model.vocab_size, model.max_model_len, model.eos_token_ids, self._tenants, model.max_draft_tokens
         )
@@ -130,20 +132,11 @@ class Engine:
         )
         self._state = EngineState.READY
 
-    def epoch_ended(self, end: EpochEnd) -> None:
-        """See EpochObserver: what runs pauses, and what comes waits."""
-        self._is_recovering = True
-        self._tracing.end_epoch(end.error.message)
-        if self._loop is not None:
-            self._loop.pause()
-
-    def epoch_began(self, epoch: Epoch) -> None:
-        """See EpochObserver: everything goes on."""
-        self._is_recovering = False
-        ranks = [RankTotals(rank.rank, rank.port.address, rank.host, rank.process_id) for rank in epoch.ranks]
-        self._tracing.begin_epoch(epoch.number, ranks)
-        if self._loop is not None:
-            self._loop.resume(follows_fault=epoch.follows_fault)
+    async def add_replica(self, group: ReadyGroup) -> int:
+        """Serves on these workers, too; see Replicas.add."""
+        if self._parts is None:
+            raise not_ready()
+        return await self.replicas.add(self._parts, group.started, group.config, group.life)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no new requests; waits until those that run are delivered, but no longer than that, then ends them."""
@@ -153,27 +146,21 @@ class Engine:
             await asyncio.wait_for(self._no_calls.wait(), timeout_s)
         except TimeoutError:
             _log.warning("drain_timeout", requests=self._num_calls, seconds=timeout_s)
-            if self._loop is not None:
-                self._loop.end_all(_draining())
+            self.replicas.end_all(_draining())
 
     def fail(self, error: StepwireError) -> None:
         """Ends every request with the cause; nothing is served any more."""
         if self._state is EngineState.FAILED:
             return
         self._state, self._failure = EngineState.FAILED, error
-        self._tracing.end_epoch(error.message)
-        if self._loop is not None:
-            self._loop.end_all(error)
+        self.replicas.end_all(error)
         if not self.failed.done():
             self.failed.set_result(error)
 
     async def close(self) -> None:
         """Ends loop, group and helpers. Requests must have ended."""
-        if self._loop is not None:
-            await self._loop.close()
         await self.adapters.close()
-        if self._group is not None:
-            await self._group.close()
+        await self.replicas.close()
         if self._model is not None:
             await self._model.close()
 
@@ -181,15 +168,8 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are taken, the step loop goes round, and the workers are heard of."""
-        if self._state is not EngineState.READY or self._is_recovering or self._loop is None or self._group is None:
-            return False
-        return self._loop.is_alive and self._group.is_alive
-
-    @property
-    def group(self) -> WorkerGroup | None:
-        """Its workers; None before they are ready, and between two epochs."""
-        return None if self._group is None else self._group.group
+        """Whether requests are taken, and some replica serves."""
+        return self._state is EngineState.READY and any(replica.is_healthy for replica in self.replicas)
 
     @property
     def num_calls(self) -> int:
@@ -199,17 +179,16 @@ class Engine:
     def model_info(self, name: str = "") -> ModelInfo:
         """The model and how it stands. Raises MODEL_NOT_FOUND for another name."""
         self._check_model(name)
-        is_recovering = self._is_recovering and self._state is EngineState.READY
+        is_recovering = self._state is EngineState.READY and all(replica.is_recovering for replica in self.replicas)
         state = EngineState.RECOVERING if is_recovering else self._state
-        info = replace(self._info, state=state.value)
-        if self._loop is None:
-            return info
-        scheduler = self._loop.scheduler
+        schedulers = [replica.scheduler for replica in self.replicas]
         return replace(
-            info,
-            num_free_blocks=scheduler.num_free_blocks,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            self._info,
+            state=state.value,
+            num_blocks=sum(scheduler.config.num_blocks for scheduler in schedulers),
+            num_free_blocks=sum(scheduler.num_free_blocks for scheduler in schedulers),
+            num_running=sum(scheduler.num_running for scheduler in schedulers),
+            num_waiting=sum(scheduler.num_waiting for scheduler in schedulers),
         )
 
     # What clients call.
@@ -217,14 +196,14 @@ class Engine:
     async def tokenize(self, model: str, prompt: Prompt | None) -> list[int]:
         """The token ids that `generate` would see."""
         self._check_model(model)
-        _, validator, served = self._require_model()
+        validator, served = self._require_model()
         validator.check_prompt(prompt)
         return await served.token_ids(prompt)
 
     async def detokenize(self, model: str, token_ids: Sequence[int], *, keep_special_tokens: bool) -> str:
         """The text of token ids, of at most a context's length."""
         self._check_model(model)
-        _, validator, served = self._require_model()
+        validator, served = self._require_model()
         validator.check_detokenize(token_ids)
         return await served.tokens.decode(token_ids, keep_special_tokens=keep_special_tokens)
 
@@ -236,7 +215,7 @@ class Engine:
         arrival = time.monotonic()
         operation = names.OPERATION_CHAT if isinstance(call.prompt, ChatPrompt) else names.OPERATION_TEXT_COMPLETION
         request_id = call.request_id or secrets.token_hex(16)
-        trace = RequestTrace(self._tracing, operation, self.model_name, request_id)
+        trace = RequestTrace(self._tracer, operation, self.model_name, request_id)
         live: LiveRequest | None = None
         error: StepwireError | None = StepwireError("CANCELLED", "the client went away")
         holds = ExitStack()
@@ -265,8 +244,8 @@ class Engine:
             error = StepwireError("INTERNAL", repr(defect))
             raise
         finally:
-            if live is not None and self._loop is not None:
-                self._loop.end(live)
+            if live is not None and live.loop is not None:
+                live.loop.end(live)
             holds.close()
             self._num_calls -= 1
             if self._num_calls == 0:
@@ -286,15 +265,13 @@ class Engine:
         adapter: str,
         holds: ExitStack,
     ) -> tuple[LiveRequest, int]:
-        loop, validator, served = self._require_model()
+        validator, served = self._require_model()
         checked = validator.check(call)
         # Before the work of tokenizing what the queue has no place for.
-        loop.check_queue(checked.num_sequences, self._num_admitting)
+        self.replicas.check_queues(checked.num_sequences, self._num_admitting)
         self._num_admitting += checked.num_sequences
         try:
             token_ids = await served.token_ids(call.prompt)
-            if call.sampling.structured_output is not None and self._grammars is not None:
-                checked = await self._grammars.hold(call.sampling.structured_output, checked, holds)
         finally:
             self._num_admitting -= checked.num_sequences
         self._require_open()
@@ -317,8 +294,15 @@ class Engine:
             max_draft_tokens=checked.max_draft_tokens,
         )
         live = _live_request(request, checked, trace, arrival)
-        loop.submit(live)
-        trace.accepted(request)
+        replica = self.replicas.choose(request)
+        if call.sampling.structured_output is not None:
+            checked = await replica.grammars.hold(call.sampling.structured_output, checked, holds)
+            live.bind(checked.sampling, checked.max_draft_tokens)
+            self._require_open()
+            if not replica.takes_requests:
+                raise not_ready()
+        replica.loop.submit(live)
+        trace.accepted(request, replica.tracing)
         return live, checked.sampling.seed
 
     # Refusals.
@@ -333,20 +317,16 @@ class Engine:
 
     def _require_open(self) -> None:
         if self._state is EngineState.STARTING:
-            raise _not_ready()
+            raise not_ready()
         if self._state is EngineState.DRAINING:
             raise _draining()
         if self._state is EngineState.FAILED:
-            raise self._failure or _not_ready()
+            raise self._failure or not_ready()
 
-    def _require_model(self) -> tuple[StepLoop, Validator, ServedModel]:
-        if self._loop is None or self._validator is None or self._model is None:
-            raise _not_ready()
-        return self._loop, self._validator, self._model
-
-    def _take_result(self, result: StepResult) -> None:
-        if self._loop is not None:
-            self._loop.take_result(result)
+    def _require_model(self) -> tuple[Validator, ServedModel]:
+        if self._validator is None or self._model is None:
+            raise not_ready()
+        return self._validator, self._model
 
     def _defect(self, error: BaseException) -> None:
         self.fail(StepwireError("INTERNAL", f"the step loop failed: {error!r}; its log has the cause"))
@@ -356,11 +336,6 @@ def _live_request(request: Request, checked: Checked, trace: RequestTrace, arriv
     best_of = None if checked.best_of is None else BestOf(checked.best_of)
     stream = OutputStream(len(request.prompt_token_ids) - 1 if request.scores_prompt else 0)
     return LiveRequest(request, checked.stops, checked.sampling.min_tokens, trace, arrival, best_of, stream)
-
-
-def _not_ready() -> StepwireError:
-    text = "the model is not ready: its workers are being started; try again"
-    return StepwireError("MODEL_NOT_READY", text, retry_after_s=_RETRY_AFTER_S)
 
 
 def _draining() -> StepwireError:

@@ -9,10 +9,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.core.request import Sequence as SchedulerSequence
 from scheduler_service.engine.ports import StepTimings
+
+if TYPE_CHECKING:
+    from scheduler_service.engine.start import StartedGroup, StartPlan
 
 
 @dataclass(slots=True)
@@ -37,13 +41,44 @@ class KnownSequence:
     num_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class FlightFacts:
+    """What of the served model a recording names; as in StartPlan, `num_blocks` and `max_model_len` as decided."""
+
+    model_path: str = ""
+    fingerprint: str = ""
+    dtype: str = "auto"
+    quantize: str = "none"
+    block_size: int = 0
+    num_blocks: int = 0
+    max_model_len: int = 0
+    max_step_tokens: int = 0
+    max_sequences: int = 0
+
+    @classmethod
+    def of(cls, plan: "StartPlan", started: "StartedGroup") -> "FlightFacts":
+        """Of a model that was started."""
+        return cls(
+            model_path=plan.model_path,
+            fingerprint=plan.fingerprint,
+            dtype=plan.dtype,
+            quantize=plan.quantize,
+            block_size=plan.block_size,
+            num_blocks=started.num_blocks,
+            max_model_len=started.max_model_len,
+            max_step_tokens=plan.max_step_tokens,
+            max_sequences=plan.max_sequences,
+        )
+
+
 class FlightRecorder:
     """Keeps the last `num_steps` steps of the epoch; 0 keeps none. For the event loop alone.
 
     `num_answered` counts all steps of the epoch that were answered.
     """
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, facts: FlightFacts = FlightFacts()) -> None:
+        self.facts = facts
         self._steps: deque[FlightStep] = deque(maxlen=num_steps)
         self._unanswered: deque[FlightStep] = deque()
         self._awaited: tuple[int, asyncio.Event] | None = None

@@ -10,6 +10,7 @@ import contextvars
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -40,6 +41,14 @@ class StepSink(Protocol):
         """Sends a step. Does not raise: a lost worker is reported elsewhere."""
 
 
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """What lives of a request between two loops; `texts` are those of its sequences, in order."""
+
+    sequences: list[SchedulerSequence]
+    texts: list[SequenceText]
+
+
 class StepLoop:
     """Plans, sends and applies steps, and tells the requests' streams what came of them.
 
@@ -63,6 +72,7 @@ class StepLoop:
         self._is_paused = False
         self._work: list[Work] = []
         self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
         self._pipeline = TextPipeline(self._deliver, inline=detokenizer.is_quick)
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -126,8 +136,9 @@ class StepLoop:
         except QueueFull as error:
             raise _queue_full(error) from None
         except DuplicateRequest as error:
-            raise StepwireError("REQUEST_ALREADY_EXISTS", str(error), {"request_id": error.request_id}) from None
+            raise _already_exists(error) from None
         live.num_live = len(sequences)
+        live.loop = self
         self._live[live.request.request_id] = live
         for sequence in sequences:
             finder = None if live.stops is None else StopFinder(live.stops, live.min_tokens)
@@ -154,6 +165,60 @@ class StepLoop:
         self._results.append(result)
         self._wake.set()
 
+    # Requests that go to another loop.
+
+    def live_requests(self) -> list[LiveRequest]:
+        """All that live here, in the order in which they came."""
+        return list(self._live.values())
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id lives here."""
+        return request_id in self._live
+
+    def check_id(self, request_id: str) -> None:
+        """Raises REQUEST_ALREADY_EXISTS when a request of this id lives here."""
+        if self.has(request_id):
+            raise _already_exists(DuplicateRequest(request_id))
+
+    async def wait_idle(self) -> None:
+        """Waits until no request lives here."""
+        if self._live:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def settle(self) -> None:
+        """Delivers everything that was answered so far."""
+        self._apply_results()
+        self._submit_work()
+        await self._pipeline.flush()
+
+    def withdraw(self, live: LiveRequest) -> "Withdrawn":
+        """Gives up a request that `can_move`; nothing of it is planned here any more."""
+        self._forget(live)
+        sequences = self._scheduler.withdraw([live.request.request_id])[0]
+        self._wake.set()
+        return Withdrawn(sequences, [self._texts.pop(sequence) for sequence in sequences])
+
+    def can_move(self, live: LiveRequest) -> bool:
+        """Whether a request may leave, and none of its sequences waits for its last text to be made."""
+        sequences = self._scheduler.sequences_of(live.request.request_id)
+        return (
+            not live.is_bound
+            and len(sequences) == live.num_live
+            and all(sequence in self._texts for sequence in sequences)
+        )
+
+    def can_adopt(self, live: LiveRequest) -> bool:
+        """Whether it may come here: no other one has its id, and it fits the KV cache."""
+        return not self.has(live.request.request_id) and self._scheduler.fits(live.request)
+
+    def adopt(self, live: LiveRequest, withdrawn: "Withdrawn") -> None:
+        """Goes on with a request that another loop gave up, where it was."""
+        self._scheduler.adopt(withdrawn.sequences)
+        self._live[live.request.request_id] = live
+        self._texts.update(zip(withdrawn.sequences, withdrawn.texts, strict=True))
+        self._wake.set()
+
     # Epochs.
 
     def pause(self) -> None:
@@ -162,8 +227,7 @@ class StepLoop:
 
     def resume(self, *, follows_fault: bool) -> None:
         """Goes on in a new epoch: what ran comes back, with what was delivered, and steps count from 1 again."""
-        while self._results:
-            self._note_events(self._scheduler.apply(self._results.popleft()))
+        self._apply_results()
         for event in self._scheduler.end_epoch(by_fault=follows_fault):
             if (text := self._texts.pop(event.sequence, None)) is not None:
                 self._work.append((text, _ends_workers(event.sequence.request.request_id)))
@@ -186,17 +250,23 @@ class StepLoop:
         """Once round: take what has come, send what can be sent, then sleep until something happens."""
         self._wake.clear()
         self._beat_at = time.monotonic()
-        while self._results:
-            self._note_events(self._scheduler.apply(self._results.popleft()))
+        self._apply_results()
         self._note_events(self._scheduler.expire())
         while not self._is_paused and (plan := self._scheduler.schedule()) is not None:
             self._note_plan(plan)
             await self._sink.send(plan)
+        self._submit_work()
+        self._set_timer()
+        await self._wake.wait()
+
+    def _apply_results(self) -> None:
+        while self._results:
+            self._note_events(self._scheduler.apply(self._results.popleft()))
+
+    def _submit_work(self) -> None:
         if self._work:
             self._pipeline.submit(self._work)
             self._work = []
-        self._set_timer()
-        await self._wake.wait()
 
     def _set_timer(self) -> None:
         """Wakes the loop at the next deadline, or in half a second as a sign of life."""
@@ -312,12 +382,21 @@ class StepLoop:
     def _close_request(self, live: LiveRequest, error: StepwireError | None) -> None:
         live.is_closed = True
         live.stream.end(error)
-        del self._live[live.request.request_id]
+        self._forget(live)
         self._wake.set()
+
+    def _forget(self, live: LiveRequest) -> None:
+        del self._live[live.request.request_id]
+        if not self._live:
+            self._idle.set()
 
 
 def _queue_full(error: QueueFull) -> StepwireError:
     return StepwireError("QUEUE_FULL", str(error), {"limit": str(error.limit), "what": error.what}, error.retry_after_s)
+
+
+def _already_exists(error: DuplicateRequest) -> StepwireError:
+    return StepwireError("REQUEST_ALREADY_EXISTS", str(error), {"request_id": error.request_id})
 
 
 def _too_slow(live: LiveRequest) -> StepwireError:

@@ -5,7 +5,7 @@ others are one. What the scheduler's core counts itself is read when it is asked
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -33,7 +33,7 @@ _OTHER_TENANTS = "other"
 
 
 class EngineMetrics:
-    """Metrics of one served model. `scheduler` answers the core once there is one."""
+    """Metrics of one served model. `schedulers` answers the cores of its replicas."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class EngineMetrics:
         model: str,
         *,
         tenants: Iterable[str],
-        scheduler: Callable[[], Scheduler | None],
+        schedulers: Callable[[], Sequence[Scheduler]],
         is_healthy: Callable[[], bool],
     ) -> None:
         self._tenants = frozenset(tenants)
@@ -50,7 +50,7 @@ class EngineMetrics:
         self._make_step_metrics(metrics)
         self._make_epoch_metrics(metrics)
         self._epoch_ended_at: float | None = None
-        metrics.registry.register(_CoreCollector(scheduler, is_healthy))
+        metrics.registry.register(_CoreCollector(schedulers, is_healthy))
 
     def request_ended(
         self, operation: str, arrival: float, live: LiveRequest | None, error: StepwireError | None
@@ -202,35 +202,59 @@ class _CoreCollector(Collector):
     """Reads the scheduler's core when Prometheus asks, on the exporter's thread: plain integers, none of which has
     to agree with another to the last unit."""
 
-    def __init__(self, scheduler: Callable[[], Scheduler | None], is_healthy: Callable[[], bool]) -> None:
-        self._scheduler = scheduler
+    def __init__(self, schedulers: Callable[[], Sequence[Scheduler]], is_healthy: Callable[[], bool]) -> None:
+        self._schedulers = schedulers
         self._is_healthy = is_healthy
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
         yield GaugeMetricFamily(names.METRIC_READY, "Whether requests are served.", float(self._is_healthy()))
-        core = self._scheduler()
-        if core is None:
+        cores = self._schedulers()
+        if not cores:
             return
         sequences = GaugeMetricFamily(names.METRIC_SEQUENCES, "Sequences that live, by state.", labels=("state",))
-        sequences.add_metric(("running",), core.num_running)
-        sequences.add_metric(("waiting",), core.num_waiting)
+        sequences.add_metric(("running",), sum(core.num_running for core in cores))
+        sequences.add_metric(("waiting",), sum(core.num_waiting for core in cores))
         yield sequences
         blocks = GaugeMetricFamily(names.METRIC_BLOCKS, "Blocks of the KV cache, by state.", labels=("state",))
-        num_free, num_cached = core.num_free_blocks, core.num_cached_blocks
-        blocks.add_metric(("used",), core.config.num_blocks - num_free)
+        num_free, num_cached = (
+            sum(core.num_free_blocks for core in cores),
+            sum(core.num_cached_blocks for core in cores),
+        )
+        blocks.add_metric(("used",), sum(core.config.num_blocks for core in cores) - num_free)
         blocks.add_metric(("cached",), num_cached)
         blocks.add_metric(("free",), num_free - num_cached)
         yield blocks
-        yield GaugeMetricFamily(names.METRIC_STEPS_IN_FLIGHT, "Steps sent and not answered.", core.num_in_flight)
-        stats = core.stats
+        num_in_flight = sum(core.num_in_flight for core in cores)
+        yield GaugeMetricFamily(names.METRIC_STEPS_IN_FLIGHT, "Steps sent and not answered.", num_in_flight)
+        all_stats = [core.stats for core in cores]
         for name, text, value in (
-            (names.METRIC_STEPS, "Steps that were answered.", stats.num_steps),
-            (names.METRIC_PREEMPTIONS, "Preemptions.", stats.num_preemptions),
-            (names.METRIC_HOPELESS, "Requests ended early: their deadline could not be met.", stats.num_hopeless),
-            (names.METRIC_PREFIX_QUERIES, "Tokens looked up in the prefix cache.", stats.prefix_query_tokens),
-            (names.METRIC_PREFIX_HITS, "Tokens found in the prefix cache.", stats.prefix_hit_tokens),
-            (names.METRIC_DRAFT_TOKENS, "Tokens that were drafted and verified.", stats.num_draft_tokens),
-            (names.METRIC_ACCEPTED_TOKENS, "Draft tokens that were right.", stats.num_accepted_tokens),
+            (names.METRIC_STEPS, "Steps that were answered.", sum(stats.num_steps for stats in all_stats)),
+            (names.METRIC_PREEMPTIONS, "Preemptions.", sum(stats.num_preemptions for stats in all_stats)),
+            (
+                names.METRIC_HOPELESS,
+                "Requests ended early: their deadline could not be met.",
+                sum(stats.num_hopeless for stats in all_stats),
+            ),
+            (
+                names.METRIC_PREFIX_QUERIES,
+                "Tokens looked up in the prefix cache.",
+                sum(stats.prefix_query_tokens for stats in all_stats),
+            ),
+            (
+                names.METRIC_PREFIX_HITS,
+                "Tokens found in the prefix cache.",
+                sum(stats.prefix_hit_tokens for stats in all_stats),
+            ),
+            (
+                names.METRIC_DRAFT_TOKENS,
+                "Tokens that were drafted and verified.",
+                sum(stats.num_draft_tokens for stats in all_stats),
+            ),
+            (
+                names.METRIC_ACCEPTED_TOKENS,
+                "Draft tokens that were right.",
+                sum(stats.num_accepted_tokens for stats in all_stats),
+            ),
         ):
             yield CounterMetricFamily(name.removesuffix("_total"), text, value)

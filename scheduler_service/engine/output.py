@@ -182,6 +182,12 @@ class TextPipeline:
         else:
             self._thread.submit(self._run, work)
 
+    async def flush(self) -> None:
+        """Waits until all that was submitted is delivered."""
+        if self._thread is not None:
+            # It comes by the event loop, as deliveries do, and after them.
+            await asyncio.wrap_future(self._thread.submit(lambda: None))
+
     def close(self) -> None:
         """Lets the thread end; waits for nothing."""
         if self._thread is not None:

@@ -8,7 +8,7 @@ has about six spans, one that is not sampled costs next to nothing.
 
 import time
 
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from scheduler_service.core.request import Request
@@ -43,9 +43,9 @@ class RequestTrace:
         "request_id",
     )
 
-    def __init__(self, tracing: StepTracing, operation: str, model: str, request_id: str) -> None:
-        self._tracing = tracing
-        self._tracer = tracing.tracer
+    def __init__(self, tracer: Tracer, operation: str, model: str, request_id: str) -> None:
+        self._tracing: StepTracing | None = None
+        self._tracer = tracer
         # The request arrives with its call.
         self._arrival_ns = started_ns(current_span())
         self._part = names.SPAN_QUEUE
@@ -104,9 +104,10 @@ class RequestTrace:
                 }
             )
 
-    def accepted(self, request: Request) -> None:
-        """The request waits from now on."""
-        self._tracing.follow(self)
+    def accepted(self, request: Request, tracing: StepTracing) -> None:
+        """The request waits from now on, for steps that `tracing` follows."""
+        self._tracing = tracing
+        tracing.follow(self)
         if self._is_recording:
             self._span.set_attribute(names.GEN_AI_INPUT_TOKENS, len(request.prompt_token_ids))
             self._span.set_attribute(names.REQUEST_PRIORITY, request.priority)
@@ -173,6 +174,20 @@ class RequestTrace:
         if self._is_recording and self._part == names.SPAN_RECOVERY:
             self._span.add_event(names.EVENT_RECOVERED, {names.EPOCH: epoch})
 
+    def moved(self, tracing: StepTracing, replica: int) -> None:
+        """The request goes on with another replica, whose steps `tracing` follows."""
+        now = time.time_ns()
+        self._leave_epoch(now, "moved")
+        if self._running:
+            self._running.clear()
+            self._enter(names.SPAN_PREEMPTED, now)
+        if self._tracing is not None:
+            self._tracing.forget(self)
+        self._tracing = tracing
+        tracing.follow(self)
+        if self._is_recording:
+            self._span.add_event(names.EVENT_MOVED, {names.REPLICA: replica}, now)
+
     def link_step(self, step: SpanContext) -> None:
         """Links the request to the trace of a step that it was part of."""
         if self._num_links < _MAX_STEP_LINKS:
@@ -182,7 +197,8 @@ class RequestTrace:
     def end(self, error: StepwireError | None, attributes: dict[str, AttributeValue]) -> None:
         """The request is over: finished, or ended by `error`."""
         now = time.time_ns()
-        self._tracing.forget(self)
+        if self._tracing is not None:
+            self._tracing.forget(self)
         self._leave_epoch(now, "" if error is None else error.reason.lower())
         self._close_part(now)
         if self._is_recording:
@@ -209,7 +225,7 @@ class RequestTrace:
             record_span(self._tracer, part, context_of(self._span), (since, now))
 
     def _join_epoch(self, step_id: int, now: int) -> None:
-        totals = self._tracing.totals
+        totals = None if self._tracing is None else self._tracing.totals
         if totals is None or (self._attempt is not None and self._attempt.totals is totals):
             return
         self.num_epochs += 1

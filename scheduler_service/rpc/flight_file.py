@@ -2,16 +2,13 @@
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from scheduler_service.core.plan import NewSequence
-from scheduler_service.engine.flight import FlightStep, KnownSequence, known_sequences
-from scheduler_service.engine.start import StartedGroup, StartPlan
+from scheduler_service.engine.flight import FlightRecorder, FlightStep, KnownSequence, known_sequences
 from scheduler_service.rpc.worker_client import new_sequence_message, step_message
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import flight_pb2 as pb
@@ -22,38 +19,9 @@ MAX_BYTES = 1 << 30
 _NUM_KEPT = 8
 
 
-@dataclass(frozen=True, slots=True)
-class FlightFacts:
-    """What of the served model a recording names; as in StartPlan, and `num_blocks` as decided."""
-
-    model_path: str
-    fingerprint: str
-    dtype: str
-    quantize: str
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    max_step_tokens: int
-    max_sequences: int
-
-    @classmethod
-    def of(cls, plan: StartPlan, started: StartedGroup) -> "FlightFacts":
-        """Of a model that was started."""
-        return cls(
-            model_path=plan.model_path,
-            fingerprint=plan.fingerprint,
-            dtype=plan.dtype,
-            quantize=plan.quantize,
-            block_size=plan.block_size,
-            num_blocks=started.num_blocks,
-            max_model_len=started.max_model_len,
-            max_step_tokens=plan.max_step_tokens,
-            max_sequences=plan.max_sequences,
-        )
-
-
-def recording(steps: Sequence[FlightStep], facts: FlightFacts, epoch: int, reason: str) -> pb.FlightRecording:
+def recording(recorder: FlightRecorder, epoch: int, reason: str) -> pb.FlightRecording:
     """The message of what a recorder keeps."""
+    steps, facts = recorder.steps(), recorder.facts
     header = pb.FlightHeader(
         model_path=facts.model_path,
         fingerprint=facts.fingerprint,

@@ -8,24 +8,19 @@ import structlog
 from scheduler_service.engine.causes import EpochEnd
 from scheduler_service.engine.flight import FlightRecorder
 from scheduler_service.engine.recovery import Epoch
-from scheduler_service.rpc.flight_file import FlightFacts, recording, write
+from scheduler_service.rpc.flight_file import recording, write
 from stepwire.v1 import flight_pb2
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 class FlightLog:
-    """Recordings of one served model, in a folder. An EpochObserver: an epoch that ends is written down."""
+    """Recordings of one worker group, in a folder. An EpochObserver: an epoch that ends is written down."""
 
-    def __init__(self, recorder: FlightRecorder, folder: str, facts: FlightFacts) -> None:
+    def __init__(self, recorder: FlightRecorder, folder: str) -> None:
         self._recorder = recorder
         self._folder = Path(folder).expanduser()
-        self._facts = facts
         self._writing: asyncio.Task[None] | None = None
-
-    def recording(self, epoch: int, reason: str) -> flight_pb2.FlightRecording:
-        """The message of the steps that are kept now."""
-        return recording(self._recorder.steps(), self._facts, epoch, reason)
 
     def epoch_began(self, _epoch: Epoch) -> None:
         """Nothing to do: the recorder has begun anew."""
@@ -33,7 +28,7 @@ class FlightLog:
     def epoch_ended(self, end: EpochEnd) -> None:
         """Writes the steps down, while what they refer to is as it was; the file is written in a thread."""
         if self._recorder.steps():
-            self._writing = asyncio.create_task(self._write(self.recording(end.epoch, end.error.message)))
+            self._writing = asyncio.create_task(self._write(recording(self._recorder, end.epoch, end.error.message)))
 
     async def _write(self, message: flight_pb2.FlightRecording) -> None:
         """Logs the file's path; a folder that cannot be written to is a log record too, and no more."""

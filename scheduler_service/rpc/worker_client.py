@@ -6,7 +6,7 @@ which are made under none, cost no span.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -44,6 +44,7 @@ _GRAMMAR_TIMEOUT_S = 60.0
 _LOAD_TIMEOUT_S = 24 * 3600.0
 _PROFILE_TIMEOUT_S = 120.0
 _OPEN_TIMEOUT_S = 30.0
+_STATUS_TIMEOUT_S = 1.0
 # A worker that is started anew is waited for by everybody.
 _MAX_BACKOFF_MS = 150
 
@@ -286,6 +287,9 @@ class GrpcStepStream:
             self._raise_if_closed()
             raise
         except grpc.RpcError as error:
+            # Of a call that has just ended a write knows no cause; the call's own status does.
+            with suppress(TimeoutError):
+                raise await asyncio.wait_for(self._why_ended(), _STATUS_TIMEOUT_S) from error
             raise _lost(error) from error
         except Exception as error:
             if not self._call.done():

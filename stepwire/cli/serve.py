@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import click
@@ -98,7 +99,7 @@ def plan(
 def _num_ranks(settings: Settings) -> int:
     """How many workers are asked for; 1 for numbers that are none, of which the settings' own check will tell."""
     try:
-        return max(1, min(_MAX_RANKS, int(str(settings.raw("tp"))) * int(str(settings.raw("pp")))))
+        return max(1, min(_MAX_RANKS, prod(int(str(settings.raw(name))) for name in ("replicas", "tp", "pp"))))
     except ValueError:
         return 1
 

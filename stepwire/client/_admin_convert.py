@@ -1,6 +1,6 @@
 """Between the values of the admin client and wire messages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from google.protobuf import duration_pb2
 
@@ -20,6 +20,16 @@ def profile(num_steps: int, wait_s: float) -> UnaryCall[Profile]:
     wait = duration_pb2.Duration()
     wait.FromNanoseconds(int(wait_s * 1e9))
     return UnaryCall("Profile", admin_pb2.ProfileRequest(step_count=num_steps, timeout=wait), _profile)
+
+
+def add_replica(workers: Sequence[str]) -> UnaryCall[int]:
+    """Serves on more workers."""
+    return UnaryCall("AddReplica", admin_pb2.AddReplicaRequest(workers=workers), lambda answer: int(answer.replica))
+
+
+def drain_replica(replica: int) -> UnaryCall[None]:
+    """Takes a replica out of service."""
+    return UnaryCall("DrainReplica", admin_pb2.DrainReplicaRequest(replica=replica), lambda _answer: None)
 
 
 def get_flight() -> UnaryCall[bytes]:
@@ -88,5 +98,6 @@ def _worker(message: admin_pb2.WorkerState) -> WorkerState:
         address=message.address,
         host=message.host,
         process_id=message.process_id,
+        replica=message.replica,
         silent_s=message.silent_duration.ToNanoseconds() / 1e9,
     )

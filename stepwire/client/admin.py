@@ -1,5 +1,6 @@
 """The client of AdminService, for threads."""
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -40,6 +41,14 @@ class AdminClient:
     def profile(self, num_steps: int = 20, *, wait_s: float = 60.0, timeout: float | None = None) -> Profile:
         """Profiles the next steps of all ranks, and waits so many seconds for requests that make them run."""
         return self._call(_admin_convert.profile(num_steps, wait_s), timeout)
+
+    def add_replica(self, workers: Sequence[str], *, timeout: float | None = None) -> int:
+        """Makes idle workers, host:port by rank, ready and serves on them; answers the replica's number."""
+        return self._call(_admin_convert.add_replica(workers), timeout)
+
+    def drain_replica(self, replica: int, *, timeout: float | None = None) -> None:
+        """Takes a replica out of service; returns when it holds no request."""
+        self._call(_admin_convert.drain_replica(replica), timeout)
 
     def get_flight(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> bytes:
         """The flight recording: what `stepwire replay` reads."""

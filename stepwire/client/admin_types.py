@@ -14,6 +14,7 @@ class WorkerState:
     host: str
     process_id: int
     silent_s: float
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from stepwire.v1 import inference_pb2 as stepwire_dot_v1_dot_inference__pb2
 from stepwire.v1 import worker_pb2 as stepwire_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17stepwire/v1/admin.proto\x12\x0bstepwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bstepwire/v1/inference.proto\x1a\x18stepwire/v1/worker.proto\"\x11\n\x0fGetStateRequest\"\xae\x01\n\x10GetStateResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.stepwire.v1.Model\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12)\n\x07workers\x18\x03 \x03(\x0b\x32\x18.stepwire.v1.WorkerState\x12\x12\n\ncall_count\x18\x04 \x01(\x05\x12)\n\x06uptime\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"P\n\x0eProfileRequest\x12\x12\n\nstep_count\x18\x01 \x01(\x05\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"O\n\x0fProfileResponse\x12\x10\n\x08timeline\x18\x01 \x01(\x0c\x12*\n\x07summary\x18\x02 \x01(\x0b\x32\x19.stepwire.v1.GroupProfile\":\n\x0cGroupProfile\x12*\n\x05ranks\x18\x01 \x03(\x0b\x32\x1b.stepwire.v1.ProfileSummary\"\x12\n\x10GetFlightRequest\"&\n\x11GetFlightResponse\x12\x11\n\trecording\x18\x01 \x01(\x0c\"\x82\x01\n\x0bWorkerState\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x12\n\nprocess_id\x18\x04 \x01(\x03\x12\x32\n\x0fsilent_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"<\n\x13LoadAdapterResponse\x12%\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.stepwire.v1.Adapter\"2\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04wait\x18\x02 \x01(\x08\"\x17\n\x15UnloadAdapterResponse\"!\n\x1f\x41\x64minServiceListAdaptersRequest\"J\n AdminServiceListAdaptersResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.stepwire.v1.Adapter\"\x84\x01\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x12\n\nbyte_count\x18\x05 \x01(\x03\x12\x15\n\rrequest_count\x18\x06 \x01(\x05\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x32\x93\x04\n\x0c\x41\x64minService\x12L\n\x08GetState\x12\x1c.stepwire.v1.GetStateRequest\x1a\x1d.stepwire.v1.GetStateResponse\"\x03\x90\x02\x01\x12\x46\n\x07Profile\x12\x1b.stepwire.v1.ProfileRequest\x1a\x1c.stepwire.v1.ProfileResponse0\x01\x12Q\n\tGetFlight\x12\x1d.stepwire.v1.GetFlightRequest\x1a\x1e.stepwire.v1.GetFlightResponse\"\x03\x90\x02\x01\x30\x01\x12P\n\x0bLoadAdapter\x12\x1f.stepwire.v1.LoadAdapterRequest\x1a .stepwire.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.stepwire.v1.UnloadAdapterRequest\x1a\".stepwire.v1.UnloadAdapterResponse\x12p\n\x0cListAdapters\x12,.stepwire.v1.AdminServiceListAdaptersRequest\x1a-.stepwire.v1.AdminServiceListAdaptersResponse\"\x03\x90\x02\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17stepwire/v1/admin.proto\x12\x0bstepwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bstepwire/v1/inference.proto\x1a\x18stepwire/v1/worker.proto\"\x11\n\x0fGetStateRequest\"\xae\x01\n\x10GetStateResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.stepwire.v1.Model\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12)\n\x07workers\x18\x03 \x03(\x0b\x32\x18.stepwire.v1.WorkerState\x12\x12\n\ncall_count\x18\x04 \x01(\x05\x12)\n\x06uptime\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"a\n\x0eProfileRequest\x12\x12\n\nstep_count\x18\x01 \x01(\x05\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07replica\x18\x03 \x01(\x05\"$\n\x11\x41\x64\x64ReplicaRequest\x12\x0f\n\x07workers\x18\x01 \x03(\t\"%\n\x12\x41\x64\x64ReplicaResponse\x12\x0f\n\x07replica\x18\x01 \x01(\x05\"&\n\x13\x44rainReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\x05\"\x16\n\x14\x44rainReplicaResponse\"O\n\x0fProfileResponse\x12\x10\n\x08timeline\x18\x01 \x01(\x0c\x12*\n\x07summary\x18\x02 \x01(\x0b\x32\x19.stepwire.v1.GroupProfile\":\n\x0cGroupProfile\x12*\n\x05ranks\x18\x01 \x03(\x0b\x32\x1b.stepwire.v1.ProfileSummary\"#\n\x10GetFlightRequest\x12\x0f\n\x07replica\x18\x01 \x01(\x05\"&\n\x11GetFlightResponse\x12\x11\n\trecording\x18\x01 \x01(\x0c\"\x93\x01\n\x0bWorkerState\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x12\n\nprocess_id\x18\x04 \x01(\x03\x12\x32\n\x0fsilent_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07replica\x18\x06 \x01(\x05\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"<\n\x13LoadAdapterResponse\x12%\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.stepwire.v1.Adapter\"2\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04wait\x18\x02 \x01(\x08\"\x17\n\x15UnloadAdapterResponse\"!\n\x1f\x41\x64minServiceListAdaptersRequest\"J\n AdminServiceListAdaptersResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.stepwire.v1.Adapter\"\x84\x01\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x12\n\nbyte_count\x18\x05 \x01(\x03\x12\x15\n\rrequest_count\x18\x06 \x01(\x05\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x32\xb7\x05\n\x0c\x41\x64minService\x12L\n\x08GetState\x12\x1c.stepwire.v1.GetStateRequest\x1a\x1d.stepwire.v1.GetStateResponse\"\x03\x90\x02\x01\x12\x46\n\x07Profile\x12\x1b.stepwire.v1.ProfileRequest\x1a\x1c.stepwire.v1.ProfileResponse0\x01\x12M\n\nAddReplica\x12\x1e.stepwire.v1.AddReplicaRequest\x1a\x1f.stepwire.v1.AddReplicaResponse\x12S\n\x0c\x44rainReplica\x12 .stepwire.v1.DrainReplicaRequest\x1a!.stepwire.v1.DrainReplicaResponse\x12Q\n\tGetFlight\x12\x1d.stepwire.v1.GetFlightRequest\x1a\x1e.stepwire.v1.GetFlightResponse\"\x03\x90\x02\x01\x30\x01\x12P\n\x0bLoadAdapter\x12\x1f.stepwire.v1.LoadAdapterRequest\x1a .stepwire.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.stepwire.v1.UnloadAdapterRequest\x1a\".stepwire.v1.UnloadAdapterResponse\x12p\n\x0cListAdapters\x12,.stepwire.v1.AdminServiceListAdaptersRequest\x1a-.stepwire.v1.AdminServiceListAdaptersResponse\"\x03\x90\x02\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,31 +45,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATERESPONSE']._serialized_start=147
   _globals['_GETSTATERESPONSE']._serialized_end=321
   _globals['_PROFILEREQUEST']._serialized_start=323
-  _globals['_PROFILEREQUEST']._serialized_end=403
-  _globals['_PROFILERESPONSE']._serialized_start=405
-  _globals['_PROFILERESPONSE']._serialized_end=484
-  _globals['_GROUPPROFILE']._serialized_start=486
-  _globals['_GROUPPROFILE']._serialized_end=544
-  _globals['_GETFLIGHTREQUEST']._serialized_start=546
-  _globals['_GETFLIGHTREQUEST']._serialized_end=564
-  _globals['_GETFLIGHTRESPONSE']._serialized_start=566
-  _globals['_GETFLIGHTRESPONSE']._serialized_end=604
-  _globals['_WORKERSTATE']._serialized_start=607
-  _globals['_WORKERSTATE']._serialized_end=737
-  _globals['_LOADADAPTERREQUEST']._serialized_start=739
-  _globals['_LOADADAPTERREQUEST']._serialized_end=787
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=789
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=849
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=851
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=901
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=903
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=926
-  _globals['_ADMINSERVICELISTADAPTERSREQUEST']._serialized_start=928
-  _globals['_ADMINSERVICELISTADAPTERSREQUEST']._serialized_end=961
-  _globals['_ADMINSERVICELISTADAPTERSRESPONSE']._serialized_start=963
-  _globals['_ADMINSERVICELISTADAPTERSRESPONSE']._serialized_end=1037
-  _globals['_ADAPTER']._serialized_start=1040
-  _globals['_ADAPTER']._serialized_end=1172
-  _globals['_ADMINSERVICE']._serialized_start=1175
-  _globals['_ADMINSERVICE']._serialized_end=1706
+  _globals['_PROFILEREQUEST']._serialized_end=420
+  _globals['_ADDREPLICAREQUEST']._serialized_start=422
+  _globals['_ADDREPLICAREQUEST']._serialized_end=458
+  _globals['_ADDREPLICARESPONSE']._serialized_start=460
+  _globals['_ADDREPLICARESPONSE']._serialized_end=497
+  _globals['_DRAINREPLICAREQUEST']._serialized_start=499
+  _globals['_DRAINREPLICAREQUEST']._serialized_end=537
+  _globals['_DRAINREPLICARESPONSE']._serialized_start=539
+  _globals['_DRAINREPLICARESPONSE']._serialized_end=561
+  _globals['_PROFILERESPONSE']._serialized_start=563
+  _globals['_PROFILERESPONSE']._serialized_end=642
+  _globals['_GROUPPROFILE']._serialized_start=644
+  _globals['_GROUPPROFILE']._serialized_end=702
+  _globals['_GETFLIGHTREQUEST']._serialized_start=704
+  _globals['_GETFLIGHTREQUEST']._serialized_end=739
+  _globals['_GETFLIGHTRESPONSE']._serialized_start=741
+  _globals['_GETFLIGHTRESPONSE']._serialized_end=779
+  _globals['_WORKERSTATE']._serialized_start=782
+  _globals['_WORKERSTATE']._serialized_end=929
+  _globals['_LOADADAPTERREQUEST']._serialized_start=931
+  _globals['_LOADADAPTERREQUEST']._serialized_end=979
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=981
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1041
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1043
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1093
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1095
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1118
+  _globals['_ADMINSERVICELISTADAPTERSREQUEST']._serialized_start=1120
+  _globals['_ADMINSERVICELISTADAPTERSREQUEST']._serialized_end=1153
+  _globals['_ADMINSERVICELISTADAPTERSRESPONSE']._serialized_start=1155
+  _globals['_ADMINSERVICELISTADAPTERSRESPONSE']._serialized_end=1229
+  _globals['_ADAPTER']._serialized_start=1232
+  _globals['_ADAPTER']._serialized_end=1364
+  _globals['_ADMINSERVICE']._serialized_start=1367
+  _globals['_ADMINSERVICE']._serialized_end=2062
 # @@protoc_insertion_point(module_scope)

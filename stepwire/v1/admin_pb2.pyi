@@ -90,8 +90,11 @@ class ProfileRequest(_message.Message):
 
     STEP_COUNT_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
     step_count: _builtins.int
     """Steps to profile, 1 to 200."""
+    replica: _builtins.int
+    """The replica whose workers are profiled."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Time to wait for them; 60 s by default, at most 10 minutes."""
@@ -101,14 +104,100 @@ class ProfileRequest(_message.Message):
         *,
         step_count: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        replica: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step_count", b"step_count", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "step_count", b"step_count", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class AddReplicaRequest(_message.Message):
+    """Serves on more workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Their addresses, host:port, by rank."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddReplicaRequest: _TypeAlias = AddReplicaRequest  # noqa: Y015
+
+@_typing.final
+class AddReplicaResponse(_message.Message):
+    """They serve."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    replica: _builtins.int
+    """The new replica's number."""
+    def __init__(
+        self,
+        *,
+        replica: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddReplicaResponse: _TypeAlias = AddReplicaResponse  # noqa: Y015
+
+@_typing.final
+class DrainReplicaRequest(_message.Message):
+    """Takes a replica out of service."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    replica: _builtins.int
+    """Its number."""
+    def __init__(
+        self,
+        *,
+        replica: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReplicaRequest: _TypeAlias = DrainReplicaRequest  # noqa: Y015
+
+@_typing.final
+class DrainReplicaResponse(_message.Message):
+    """It holds no request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReplicaResponse: _TypeAlias = DrainReplicaResponse  # noqa: Y015
 
 @_typing.final
 class ProfileResponse(_message.Message):
@@ -168,12 +257,17 @@ class GetFlightRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REPLICA_FIELD_NUMBER: _builtins.int
+    replica: _builtins.int
+    """The replica whose steps are wanted."""
     def __init__(
         self,
+        *,
+        replica: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,6 +306,7 @@ class WorkerState(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     SILENT_DURATION_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Its rank."""
     address: _builtins.str
@@ -220,6 +315,8 @@ class WorkerState(_message.Message):
     """Its host name, as it says itself."""
     process_id: _builtins.int
     """Its process id."""
+    replica: _builtins.int
+    """The replica that it serves."""
     @_builtins.property
     def silent_duration(self) -> _duration_pb2.Duration:
         """Time since the scheduler last heard of it."""
@@ -232,10 +329,11 @@ class WorkerState(_message.Message):
         host: _builtins.str = ...,
         process_id: _builtins.int = ...,
         silent_duration: _duration_pb2.Duration | None = ...,
+        replica: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["silent_duration", b"silent_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "process_id", b"process_id", "rank", b"rank", "silent_duration", b"silent_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "process_id", b"process_id", "rank", b"rank", "replica", b"replica", "silent_duration", b"silent_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,6 +47,16 @@ class AdminServiceStub:
                 request_serializer=stepwire_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
                 response_deserializer=stepwire_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
                 _registered_method=True)
+        self.AddReplica = channel.unary_unary(
+                '/stepwire.v1.AdminService/AddReplica',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.AddReplicaRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.AddReplicaResponse.FromString,
+                _registered_method=True)
+        self.DrainReplica = channel.unary_unary(
+                '/stepwire.v1.AdminService/DrainReplica',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.DrainReplicaRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.DrainReplicaResponse.FromString,
+                _registered_method=True)
         self.GetFlight = channel.unary_stream(
                 '/stepwire.v1.AdminService/GetFlight',
                 request_serializer=stepwire_dot_v1_dot_admin__pb2.GetFlightRequest.SerializeToString,
@@ -87,6 +97,21 @@ class AdminServiceServicer:
         """Profiles the next steps on every rank and answers one timeline of all services, in
         parts; the last message has the times of operators. Waits for the steps to be run;
         steps are slower meanwhile, and none runs in the seconds in which it is put together.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddReplica(self, request, context):
+        """Makes idle workers ready and serves on them, too. Seconds to minutes, as a start.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainReplica(self, request, context):
+        """Takes a replica out of service: its requests go on with others, and new ones do not
+        come to it. Answers when it holds none; its workers stay as they are.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,6 +161,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Profile,
                     request_deserializer=stepwire_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
                     response_serializer=stepwire_dot_v1_dot_admin__pb2.ProfileResponse.SerializeToString,
+            ),
+            'AddReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddReplica,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.AddReplicaRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.AddReplicaResponse.SerializeToString,
+            ),
+            'DrainReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainReplica,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.DrainReplicaRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.DrainReplicaResponse.SerializeToString,
             ),
             'GetFlight': grpc.unary_stream_rpc_method_handler(
                     servicer.GetFlight,
@@ -215,6 +250,60 @@ class AdminService:
             '/stepwire.v1.AdminService/Profile',
             stepwire_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
             stepwire_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.AdminService/AddReplica',
+            stepwire_dot_v1_dot_admin__pb2.AddReplicaRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.AddReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.AdminService/DrainReplica',
+            stepwire_dot_v1_dot_admin__pb2.DrainReplicaRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.DrainReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,12 @@ class AdminServiceStub:
     parts; the last message has the times of operators. Waits for the steps to be run;
     steps are slower meanwhile, and none runs in the seconds in which it is put together.
     """
+    AddReplica: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AddReplicaRequest, _admin_pb2.AddReplicaResponse]
+    """Makes idle workers ready and serves on them, too. Seconds to minutes, as a start."""
+    DrainReplica: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainReplicaRequest, _admin_pb2.DrainReplicaResponse]
+    """Takes a replica out of service: its requests go on with others, and new ones do not
+    come to it. Answers when it holds none; its workers stay as they are.
+    """
     GetFlight: _grpc.UnaryStreamMultiCallable[_admin_pb2.GetFlightRequest, _admin_pb2.GetFlightResponse]
     """Answers the flight recording, the last steps of the worker group, in parts: bytes of
     a FlightRecording. It holds the token ids of requests.
@@ -77,6 +83,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Profiles the next steps on every rank and answers one timeline of all services, in
     parts; the last message has the times of operators. Waits for the steps to be run;
     steps are slower meanwhile, and none runs in the seconds in which it is put together.
+    """
+    AddReplica: _aio.UnaryUnaryMultiCallable[_admin_pb2.AddReplicaRequest, _admin_pb2.AddReplicaResponse]  # type: ignore[assignment]
+    """Makes idle workers ready and serves on them, too. Seconds to minutes, as a start."""
+    DrainReplica: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainReplicaRequest, _admin_pb2.DrainReplicaResponse]  # type: ignore[assignment]
+    """Takes a replica out of service: its requests go on with others, and new ones do not
+    come to it. Answers when it holds none; its workers stay as they are.
     """
     GetFlight: _aio.UnaryStreamMultiCallable[_admin_pb2.GetFlightRequest, _admin_pb2.GetFlightResponse]  # type: ignore[assignment]
     """Answers the flight recording, the last steps of the worker group, in parts: bytes of
@@ -119,6 +131,24 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Profiles the next steps on every rank and answers one timeline of all services, in
         parts; the last message has the times of operators. Waits for the steps to be run;
         steps are slower meanwhile, and none runs in the seconds in which it is put together.
+        """
+
+    @_abc_1.abstractmethod
+    def AddReplica(
+        self,
+        request: _admin_pb2.AddReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AddReplicaResponse, _abc.Awaitable[_admin_pb2.AddReplicaResponse]]:
+        """Makes idle workers ready and serves on them, too. Seconds to minutes, as a start."""
+
+    @_abc_1.abstractmethod
+    def DrainReplica(
+        self,
+        request: _admin_pb2.DrainReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainReplicaResponse, _abc.Awaitable[_admin_pb2.DrainReplicaResponse]]:
+        """Takes a replica out of service: its requests go on with others, and new ones do not
+        come to it. Answers when it holds none; its workers stay as they are.
         """
 
     @_abc_1.abstractmethod

@@ -192,8 +192,8 @@ async def test_a_preempted_sequence_comes_back_with_its_adapter() -> None:
         await operator.load("a")
         answers = await asyncio.gather(*(operator.generate("a", max_tokens=90) for _ in range(4)))
         assert [tokens_of(answer) for answer in answers] == [operator.expected("a", 90)] * 4
-        loop = scheduler.engine._loop
-        assert loop is not None and loop.scheduler.stats.num_preemptions > 0
+        (replica,) = scheduler.engine.replicas
+        assert replica.scheduler.stats.num_preemptions > 0
 
 
 async def test_a_worker_that_comes_back_is_given_the_adapters_again(operator: Operator) -> None:

@@ -184,7 +184,7 @@ async def test_max_tokens_left_out_takes_what_the_context_leaves() -> None:
 
 async def test_a_request_id_is_taken_until_its_last_token_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_scheduler() as scheduler:
-        pipeline: Any = scheduler.engine._loop._pipeline  # type: ignore[union-attr]
+        pipeline: Any = next(iter(scheduler.engine.replicas)).loop._pipeline
         submit, held = pipeline.submit, []
         monkeypatch.setattr(pipeline, "submit", held.append)
         first = asyncio.create_task(scheduler.generate(text="x", request_id="same", sampling=sampling(max_tokens=1)))

@@ -43,7 +43,7 @@ def params(max_tokens: int) -> dict[str, object]:
 
 async def test_a_grammar_is_released_with_its_last_request() -> None:
     async with running_scheduler() as scheduler:
-        grammars = scheduler.engine._grammars
+        grammars = next(iter(scheduler.engine.replicas)).grammars
         assert grammars is not None
         for _ in range(3):
             await scheduler.generate(**asking(regex("a+")))
@@ -60,7 +60,7 @@ async def test_a_grammar_is_released_with_its_last_request() -> None:
 
 async def test_a_call_that_ends_while_its_grammar_compiles_leaves_nothing() -> None:
     async with running_scheduler() as scheduler:
-        grammars = scheduler.engine._grammars
+        grammars = next(iter(scheduler.engine.replicas)).grammars
         assert grammars is not None
         scheduler.worker.grammar_gate.clear()
         call = scheduler.stub.Generate(pb.GenerateRequest(**asking(regex("b+"))), timeout=20)  # type: ignore[arg-type]

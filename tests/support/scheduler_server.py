@@ -3,16 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 from opentelemetry.trace import TracerProvider
 from tokenizers import Tokenizer
 
+from scheduler_service.assembly import Assembled
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.flight import FlightRecorder
+from scheduler_service.engine.flight import FlightFacts, FlightRecorder
 from scheduler_service.engine.grammars import GrammarChecker
 from scheduler_service.engine.recovery import EpochObserver, LifePlan
 from scheduler_service.engine.served import ServedModel
@@ -23,7 +24,6 @@ from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.tokens import Tokens
 from scheduler_service.rpc.admin.adapters import AdapterRoots
 from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServicer
-from scheduler_service.rpc.flight_file import FlightFacts
 from scheduler_service.rpc.flight_log import FlightLog
 from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
 from scheduler_service.rpc.worker_client import WorkerClient
@@ -53,6 +53,8 @@ class RunningScheduler:
     address: str
     metrics: Metrics
     starter: GroupStarter
+    worker_servers: list[FakeWorkerServer] = field(default_factory=list)
+    """One a replica; the first is `worker_server`."""
 
     async def generate(self, timeout: float | None = 20.0, **fields: Any) -> list[pb.GenerateResponse]:
         """All messages of one call. Raises StepwireError."""
@@ -109,34 +111,56 @@ async def running_scheduler(
     adapter_roots: AdapterRoots = AdapterRoots((), "127.0.0.1"),  # noqa: B008 - holds nothing that changes
     max_adapters: int = 64,
     grammar_timeout_s: float = 20.0,
+    num_replicas: int = 1,
     **plan_changes: Any,
 ) -> AsyncIterator[RunningScheduler]:
     """A scheduler that serves; with an `admin_key` it has AdminService."""
     tokenizer = tiny_tokenizer()
-    worker = FakeWorker(choices=letter_ids(tokenizer))
-    worker_server = FakeWorkerServer(worker)
-    await worker_server.start(tracer_provider)
+    worker_servers = [FakeWorkerServer(FakeWorker(choices=letter_ids(tokenizer))) for _ in range(num_replicas)]
+    for worker_server in worker_servers:
+        await worker_server.start(tracer_provider)
     tracer = get_tracer(tracer_provider)
     metrics = Metrics()
     engine = Engine(MODEL, tracer, tenants or TenantRules(), metrics, max_adapters=max_adapters)
-    flight_log: FlightLog | None = None
+    plan = start_plan(**plan_changes)
+    clients: list[WorkerClient] = []
+
+    async def start(addresses: Sequence[str]) -> tuple[GroupStarter, Assembled]:
+        (address,) = addresses
+        client = WorkerClient(address, key=None, tracer=tracer)
+        clients.append(client)
+        starter = GroupStarter([client], plan, tracer, supervision=supervision)
+        starter.hooks.append(lambda ports: engine.adapters.add_all(ports, starter.epoch))
+        started = await starter.start()
+        config = SchedulerConfig(
+            num_blocks=started.num_blocks,
+            block_size=plan.block_size,
+            max_running=plan.max_sequences,
+            max_step_tokens=plan.max_step_tokens,
+            max_queued_requests=max_queued_requests,
+            tenant_weights={} if tenants is None else tenants.weights,
+            max_running_adapters=started.summary.num_adapter_slots or None,
+        )
+        flight = FlightRecorder(64, FlightFacts.of(plan, started))
+        log = FlightLog(flight, flight_dir)
+        return starter, Assembled(
+            started, config, LifePlan(starter, step_timeout_s, restart_budget, flight, [log, *observers])
+        )
+
+    async def add_replica(addresses: Sequence[str]) -> int:
+        return await engine.add_replica((await start(addresses))[1])
+
     keys = {} if admin_key is None else {ADMIN_SERVICE_NAME: admin_key}
     server = create_server(tracer_provider=tracer_provider, max_message_bytes=64 << 20, service_keys=keys)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine), server)
     if keys:
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminServicer(engine, lambda: flight_log, adapter_roots), server
-        )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(engine, adapter_roots, add_replica), server)
     add_standard_services(server, [SERVICE_NAME, *keys])
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()
-    client = WorkerClient(worker_server.address, key=None, tracer=tracer)
     channel = create_channel(address, max_message_bytes=64 << 20)
-    plan = start_plan(**plan_changes)
     try:
-        starter = GroupStarter([client], plan, tracer, supervision=supervision)
-        starter.hooks.append(lambda ports: engine.adapters.add_all(ports, starter.epoch))
-        started = await starter.start()
+        groups = [await start([worker_server.address]) for worker_server in worker_servers]
         model = ServedModel(
             architecture=plan.architecture,
             vocab_size=plan.vocab_size,
@@ -148,27 +172,20 @@ async def running_scheduler(
                 tokenizer.to_str(), plan.vocab_size, (EOS_TOKEN_ID,), time_limit_s=grammar_timeout_s
             ),
         )
-        config = SchedulerConfig(
-            num_blocks=started.num_blocks,
-            block_size=plan.block_size,
-            max_running=plan.max_sequences,
-            max_step_tokens=plan.max_step_tokens,
-            max_queued_requests=max_queued_requests,
-            tenant_weights={} if tenants is None else tenants.weights,
-            max_running_adapters=started.summary.num_adapter_slots or None,
-        )
-        flight = FlightRecorder(64)
-        flight_log = FlightLog(flight, flight_dir, FlightFacts.of(plan, started))
-        life = LifePlan(starter, step_timeout_s, restart_budget, flight, [flight_log, *observers])
-        await engine.begin(model, started, config, life)
+        await engine.begin(model, [assembled for _, assembled in groups])
         stub = InferenceServiceStub(channel)
-        yield RunningScheduler(engine, stub, worker, worker_server, tokenizer, address, metrics, starter)
+        first = worker_servers[0]
+        yield RunningScheduler(
+            engine, stub, first.worker, first, tokenizer, address, metrics, groups[0][0], worker_servers
+        )
     finally:
         await channel.close()
         await server.stop(None)
         await engine.close()
-        await client.close()
-        await worker_server.kill()
+        for client in clients:
+            await client.close()
+        for worker_server in worker_servers:
+            await worker_server.kill()
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:

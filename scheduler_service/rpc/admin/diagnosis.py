@@ -1,11 +1,12 @@
 """What AdminService tells of the steps themselves: Profile and GetFlight."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.group import WorkerGroup
 from scheduler_service.engine.profile import GroupProfile, profile_group
-from scheduler_service.rpc.flight_log import FlightLog
+from scheduler_service.engine.replicas import not_ready
+from scheduler_service.rpc.flight_file import recording
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import admin_pb2 as pb
 from stepwire.v1 import worker_pb2
@@ -16,11 +17,10 @@ _MOST_TIMEOUT_S = 600.0
 
 
 class DiagnosisCalls:
-    """Profile and GetFlight. `flight_log` answers None before workers are ready."""
+    """Profile and GetFlight."""
 
-    def __init__(self, engine: Engine, flight_log: Callable[[], FlightLog | None]) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._flight_log = flight_log
         self._is_profiling = False
 
     async def profile(self, request: pb.ProfileRequest) -> AsyncIterator[pb.ProfileResponse]:
@@ -29,7 +29,7 @@ class DiagnosisCalls:
         if not 0 < timeout_s <= _MOST_TIMEOUT_S:
             text = f"timeout of {timeout_s:g} s lies outside 0 to {_MOST_TIMEOUT_S:g} s"
             raise StepwireError("FIELD_OUT_OF_RANGE", text, {"field": "timeout"})
-        group = self._group()
+        group = self._group(request.replica)
         if self._is_profiling:
             raise StepwireError("QUEUE_FULL", "another profile goes on: ask again when it is done", {}, timeout_s)
         self._is_profiling = True
@@ -41,19 +41,21 @@ class DiagnosisCalls:
             yield pb.ProfileResponse(timeline=chunk)
         yield pb.ProfileResponse(summary=_summary(profile))
 
-    async def flight(self) -> AsyncIterator[pb.GetFlightResponse]:
+    async def flight(self, request: pb.GetFlightRequest) -> AsyncIterator[pb.GetFlightResponse]:
         """See admin.proto."""
-        group, log = self._group(), self._flight_log()
-        if log is None:
-            raise _not_ready()
-        message = log.recording(group.epoch, "asked for")
+        group = self._group(request.replica)
+        message = recording(group.flight, group.epoch, "asked for")
         for chunk in _chunks(message.SerializeToString()):
             yield pb.GetFlightResponse(recording=chunk)
 
-    def _group(self) -> WorkerGroup:
-        group = self._engine.group
+    def _group(self, number: int) -> WorkerGroup:
+        replicas = {replica.number: replica for replica in self._engine.replicas}
+        if replicas and number not in replicas:
+            text = f"there is no replica {number}; these are: {', '.join(map(str, replicas))}"
+            raise StepwireError("FIELD_INVALID", text, {"field": "replica", "found": str(number)})
+        group = replicas[number].group if replicas else None
         if group is None:
-            raise _not_ready()
+            raise not_ready()
         return group
 
 
@@ -80,7 +82,3 @@ def _summary(profile: GroupProfile) -> pb.GroupProfile:
         for rank in profile.ranks
     ]
     return pb.GroupProfile(ranks=ranks)
-
-
-def _not_ready() -> StepwireError:
-    return StepwireError("MODEL_NOT_READY", "the workers are not ready yet; try again in a moment", {}, 1.0)

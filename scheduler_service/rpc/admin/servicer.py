@@ -1,6 +1,6 @@
 """AdminService over gRPC: which RPC is whose. Each kind of operation is a module beside this one."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -8,8 +8,8 @@ import grpc
 from scheduler_service.engine.engine import Engine
 from scheduler_service.rpc.admin.adapters import AdapterCalls, AdapterRoots
 from scheduler_service.rpc.admin.diagnosis import DiagnosisCalls
+from scheduler_service.rpc.admin.replicas import AddReplica, ReplicaCalls
 from scheduler_service.rpc.admin.state import StateCalls
-from scheduler_service.rpc.flight_log import FlightLog
 from stepwire.v1 import admin_pb2, admin_pb2_grpc
 
 ADMIN_SERVICE_NAME = "stepwire.v1.AdminService"
@@ -20,9 +20,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """All RPCs of admin.proto. Errors are raised as StepwireError; the server has checked the admin key."""
 
-    def __init__(self, engine: Engine, flight_log: Callable[[], FlightLog | None], adapter_roots: AdapterRoots) -> None:
+    def __init__(self, engine: Engine, adapter_roots: AdapterRoots, add_replica: AddReplica) -> None:
         self._state = StateCalls(engine)
-        self._diagnosis = DiagnosisCalls(engine, flight_log)
+        self._diagnosis = DiagnosisCalls(engine)
+        self._replicas = ReplicaCalls(engine, add_replica)
         self._adapters = AdapterCalls(engine.adapters, adapter_roots)
 
     async def GetState(self, _request: admin_pb2.GetStateRequest, _context: _Context) -> admin_pb2.GetStateResponse:
@@ -37,11 +38,23 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             yield response
 
     async def GetFlight(
-        self, _request: admin_pb2.GetFlightRequest, _context: _Context
+        self, request: admin_pb2.GetFlightRequest, _context: _Context
     ) -> AsyncIterator[admin_pb2.GetFlightResponse]:
         """See admin.proto."""
-        async for response in self._diagnosis.flight():
+        async for response in self._diagnosis.flight(request):
             yield response
+
+    async def AddReplica(
+        self, request: admin_pb2.AddReplicaRequest, _context: _Context
+    ) -> admin_pb2.AddReplicaResponse:
+        """See admin.proto."""
+        return await self._replicas.add(request)
+
+    async def DrainReplica(
+        self, request: admin_pb2.DrainReplicaRequest, _context: _Context
+    ) -> admin_pb2.DrainReplicaResponse:
+        """See admin.proto."""
+        return await self._replicas.drain(request)
 
     async def LoadAdapter(
         self, request: admin_pb2.LoadAdapterRequest, _context: _Context

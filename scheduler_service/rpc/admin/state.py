@@ -19,18 +19,21 @@ class StateCalls:
 
     def get(self) -> pb.GetStateResponse:
         """See admin.proto."""
-        engine, group = self._engine, self._engine.group
+        engine = self._engine
+        replicas = list(engine.replicas)
+        epochs = [replica.group.epoch for replica in replicas if replica.group is not None]
         return pb.GetStateResponse(
             model=model_message(engine.model_info()),
-            epoch=0 if group is None else group.epoch,
-            workers=[] if group is None else [_worker(report) for report in group.rank_reports()],
+            epoch=epochs[0] if epochs else 0,
+            workers=[_worker(replica.number, report) for replica in replicas for report in replica.rank_reports()],
             call_count=engine.num_calls,
             uptime=_duration(time.monotonic() - self._began),
         )
 
 
-def _worker(report: RankReport) -> pb.WorkerState:
+def _worker(replica: int, report: RankReport) -> pb.WorkerState:
     return pb.WorkerState(
+        replica=replica,
         rank=report.rank,
         address=report.address,
         host=report.host,

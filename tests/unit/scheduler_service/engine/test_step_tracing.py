@@ -38,7 +38,7 @@ class Rig:
 
     def request(self, request_id: str) -> Sequence:
         request = Request(request_id, [1, 2], 5)
-        RequestTrace(self.tracing, "chat", "tiny", request_id).accepted(request)
+        RequestTrace(self.tracing.tracer, "chat", "tiny", request_id).accepted(request, self.tracing)
         return Sequence(next(self.ids), 0, request, 0.0, [1, 2], 5, _no_keys())
 
     def step(self, *sequences: Sequence, seconds: float = 0.01, **timings: int) -> None:

@@ -32,8 +32,8 @@ class Rig:
         self.num_ranks = num_ranks
         self.tracing = StepTracing(SpanRecorder(self.kept, ratio), NoMeter(), StepTraceRule())
         self.tracing.begin_epoch(1, self.ranks())
-        self.trace = RequestTrace(self.tracing, "chat", "tiny", "r1")
-        self.trace.accepted(Request("r1", [1, 2, 3], 5))
+        self.trace = RequestTrace(self.tracing.tracer, "chat", "tiny", "r1")
+        self.trace.accepted(Request("r1", [1, 2, 3], 5), self.tracing)
 
     def ranks(self) -> list[RankTotals]:
         return [RankTotals(rank, f"host:{rank}", "host", 100 + rank) for rank in range(self.num_ranks)]

@@ -8,10 +8,10 @@ import pytest
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.engine.flight import FlightRecorder
+from scheduler_service.engine.flight import FlightFacts, FlightRecorder
 from scheduler_service.engine.ports import StepTimings
 from scheduler_service.engine.values import Sampling
-from scheduler_service.rpc.flight_file import FlightFacts, recording
+from scheduler_service.rpc.flight_file import recording
 from scheduler_service.rpc.replay import ReplayPlan
 from scheduler_service.rpc.worker_client import step_message, step_result
 from stepwire.v1 import flight_pb2
@@ -33,7 +33,11 @@ def recorded_run(seed: int, num_kept: int, num_blocks: int = 24) -> tuple[flight
     """Requests with shared prefixes, preemptions, cancels and stops, two steps in flight."""
     rng = random.Random(seed)
     config = SchedulerConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_running=6, max_step_tokens=16)
-    scheduler, device, recorder = Scheduler(config, clock=lambda: 0.0), worker(num_blocks), FlightRecorder(num_kept)
+    scheduler, device, recorder = (
+        Scheduler(config, clock=lambda: 0.0),
+        worker(num_blocks),
+        FlightRecorder(num_kept, facts(num_blocks)),
+    )
     shared = [rng.randrange(40, 60) for _ in range(12)]
     in_flight: deque[object] = deque()
     for turn in range(120):
@@ -61,7 +65,7 @@ def recorded_run(seed: int, num_kept: int, num_blocks: int = 24) -> tuple[flight
             result = step_result(in_flight.popleft())
             recorder.answered(result, StepTimings(1, 2, 3, 4, 5))
             scheduler.apply(result)
-    return recording(recorder.steps(), facts(num_blocks), 1, "asked for"), device
+    return recording(recorder, 1, "asked for"), device
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -1,0 +1,58 @@
+"""Replicas that come and go while the others serve, as AdminService tells it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from scheduler_service.engine.engine import Engine
+from stepwire.rpc.errors import StepwireError
+from stepwire.v1 import admin_pb2 as pb
+
+AddReplica = Callable[[Sequence[str]], Awaitable[int]]
+"""Makes workers at these addresses ready and serves on them; answers the replica's number."""
+
+_MAX_WORKERS = 1024
+_MAX_ADDRESS_LEN = 512
+T = TypeVar("T")
+
+
+class ReplicaCalls:
+    """AddReplica and DrainReplica. What was begun is finished, whoever waits for it."""
+
+    def __init__(self, engine: Engine, add_replica: AddReplica) -> None:
+        self._engine = engine
+        self._add_replica = add_replica
+        self._changes: set[asyncio.Task[Any]] = set()
+
+    async def add(self, request: pb.AddReplicaRequest) -> pb.AddReplicaResponse:
+        """See admin.proto."""
+        addresses = list(request.workers)
+        if not 1 <= len(addresses) <= _MAX_WORKERS or not all(map(_is_address, addresses)):
+            text = f"workers must be 1 to {_MAX_WORKERS} addresses, each host:port"
+            raise StepwireError("FIELD_INVALID", text, {"field": "workers"})
+        if len(set(addresses)) < len(addresses):
+            raise StepwireError("FIELD_INVALID", "a worker is named twice", {"field": "workers"})
+        held = {report.address for replica in self._engine.replicas for report in replica.rank_reports()}
+        if taken := held.intersection(addresses):
+            text = f"these workers serve already: {', '.join(sorted(taken))}; name others"
+            raise StepwireError("FIELD_INVALID", text, {"field": "workers"})
+        return pb.AddReplicaResponse(replica=await self._change(self._add(addresses)))
+
+    async def drain(self, request: pb.DrainReplicaRequest) -> pb.DrainReplicaResponse:
+        """See admin.proto."""
+        await self._change(self._engine.replicas.drain(request.replica))
+        return pb.DrainReplicaResponse()
+
+    async def _add(self, addresses: Sequence[str]) -> int:
+        return await self._add_replica(addresses)
+
+    async def _change(self, change: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and len(text) <= _MAX_ADDRESS_LEN and port.isascii() and port.isdigit() and 0 < int(port) < 65536

@@ -1,0 +1,169 @@
+"""Several worker groups of one model behind one door: chosen, lost, added, drained."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from stepwire.client.admin import AdminClient
+from stepwire.rpc.errors import StepwireError
+from stepwire.v1 import inference_pb2 as pb
+from tests.support.fake_worker import FakeWorker, FakeWorkerServer, expected_tokens, letter_ids
+from tests.support.scheduler_server import RunningScheduler, running_scheduler, tokens_of, until
+
+KEY = "an-admin-key-of-some-length"
+NUM_TOKENS = 60
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[RunningScheduler]:
+    async with running_scheduler(admin_key=KEY, num_replicas=2) as running:
+        for server in running.worker_servers:
+            server.worker.step_delay_s = 0.005
+        yield running
+
+
+class Stream:
+    """A request under way; `check` holds it against an undisturbed one."""
+
+    def __init__(self, scheduler: RunningScheduler, text: str, *, n: int = 1, **fields: Any) -> None:
+        self._scheduler, self._seed, self._n = scheduler, len(text), n
+        self._prompt = scheduler.tokenizer.encode(text).ids
+        sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=self._seed, n=n)
+        self.task = asyncio.create_task(
+            scheduler.generate(token_ids=pb.TokenIds(ids=self._prompt), sampling=sampling, **fields)
+        )
+
+    async def check(self) -> None:
+        responses = await asyncio.wait_for(self.task, 10)
+        for index in range(self._n):
+            outputs = [r.output for r in responses if r.HasField("output") and r.output.sequence_index == index]
+            positions = [o.position + i for o in outputs for i in range(len(o.token_ids))]
+            assert positions == list(range(NUM_TOKENS))
+            choices = self._scheduler.worker.choices
+            expected = expected_tokens(self._prompt, NUM_TOKENS, choices, seed=self._seed, index=index)
+            assert tokens_of(responses, index) == expected
+
+
+def workers(scheduler: RunningScheduler) -> list[FakeWorker]:
+    return [server.worker for server in scheduler.worker_servers]
+
+
+async def admin(scheduler: RunningScheduler, work: Any) -> Any:
+    def run() -> Any:
+        with AdminClient(scheduler.address, key=KEY) as client:
+            return work(client)
+
+    return await asyncio.to_thread(run)
+
+
+async def test_both_serve_and_each_stream_is_whole(two: RunningScheduler) -> None:
+    streams = [Stream(two, "x" * i, n=1 + i % 2) for i in range(1, 9)]
+    for stream in streams:
+        await stream.check()
+    assert all(worker.last_step_id > NUM_TOKENS / 2 for worker in workers(two))
+    info = two.engine.model_info()
+    assert info.num_blocks == info.num_free_blocks == 2 * workers(two)[0].num_blocks
+
+
+async def test_a_lost_replicas_requests_go_on_at_once_elsewhere(two: RunningScheduler) -> None:
+    streams = [Stream(two, "x" * i, n=1 + i % 2) for i in range(1, 9)]
+    await until(lambda: all(worker.last_step_id > 8 for worker in workers(two)))
+    await two.worker_servers[0].kill()
+    for stream in streams:
+        await stream.check()
+    assert two.engine.model_info().state == "ready"
+    assert two.engine.is_healthy
+
+
+async def test_a_replica_that_is_back_serves_again(two: RunningScheduler) -> None:
+    streams = [Stream(two, "x" * i) for i in range(1, 5)]
+    await until(lambda: all(worker.last_step_id > 8 for worker in workers(two)))
+    await two.worker_servers[0].kill()
+    for stream in streams:
+        await stream.check()
+    await two.worker_servers[0].start()
+    await until(lambda: all(replica.is_healthy for replica in two.engine.replicas), 10)
+    assert two.worker.epoch == 2
+    streams = [Stream(two, "y" * i) for i in range(1, 5)]
+    for stream in streams:
+        await stream.check()
+    assert two.worker.last_step_id > 8
+
+
+async def test_the_last_replica_recovers_as_a_single_one_does(two: RunningScheduler) -> None:
+    streams = [Stream(two, "x" * i) for i in range(1, 5)]
+    await until(lambda: all(worker.last_step_id > 8 for worker in workers(two)))
+    for server in two.worker_servers:
+        await server.kill()
+    await until(lambda: two.engine.model_info().state == "recovering")
+    await two.worker_servers[1].start()
+    for stream in streams:
+        await stream.check()
+
+
+async def test_a_replica_that_is_lost_for_good_leaves_the_others(two: RunningScheduler) -> None:
+    await two.worker_servers[0].kill()
+    stream = Stream(two, "abc")
+    await stream.check()
+    assert two.engine.is_healthy and len(two.engine.replicas) >= 1
+
+
+async def test_an_id_is_taken_wherever_it_lives(two: RunningScheduler) -> None:
+    stream = Stream(two, "abc", request_id="same")
+    await until(lambda: any(worker.last_step_id > 2 for worker in workers(two)))
+    with pytest.raises(StepwireError) as caught:
+        await two.generate(text="another", request_id="same")
+    assert caught.value.reason == "REQUEST_ALREADY_EXISTS"
+    await stream.check()
+
+
+async def test_a_drained_replicas_requests_go_on_and_its_workers_stay(two: RunningScheduler) -> None:
+    streams = [Stream(two, "x" * i, n=1 + i % 2) for i in range(1, 7)]
+    await until(lambda: all(worker.last_step_id > 8 for worker in workers(two)))
+    await admin(two, lambda client: client.drain_replica(0))
+    steps = two.worker.last_step_id
+    for stream in streams:
+        await stream.check()
+    await Stream(two, "later").check()
+    assert two.worker.last_step_id <= steps + 1
+    assert [replica.number for replica in two.engine.replicas] == [1]
+    state = await admin(two, lambda client: client.get_state())
+    assert [worker.replica for worker in state.workers] == [1]
+    for number in (0, 1, 7):
+        with pytest.raises(StepwireError, match="cannot be drained"):
+            await admin(two, lambda client, number=number: client.drain_replica(number))
+
+
+async def test_a_replica_that_is_added_serves() -> None:
+    async with running_scheduler(admin_key=KEY) as one:
+        server = FakeWorkerServer(FakeWorker(choices=letter_ids(one.tokenizer)))
+        await server.start()
+        try:
+            number = await admin(one, lambda client: client.add_replica([server.address]))
+            assert number == 1
+            with pytest.raises(StepwireError, match="serve already"):
+                await admin(one, lambda client: client.add_replica([server.address]))
+            await admin(one, lambda client: client.drain_replica(0))
+            await Stream(one, "abc").check()
+            assert server.worker.last_step_id > NUM_TOKENS / 2
+        finally:
+            await server.kill()
+
+
+@pytest.mark.parametrize("addresses", [[], ["nowhere"], ["host:0"], ["host:99999"], ["a:1", "a:1"], ["x" * 600 + ":1"]])
+async def test_addresses_that_are_none_are_refused(two: RunningScheduler, addresses: list[str]) -> None:
+    with pytest.raises(StepwireError) as caught:
+        await admin(two, lambda client: client.add_replica(addresses))
+    assert caught.value.reason == "FIELD_INVALID"
+    assert len(two.engine.replicas) == 2
+
+
+async def test_requests_that_begin_alike_share_a_replicas_cache(two: RunningScheduler) -> None:
+    beginnings = ["The first long beginning of many. " * 6, "Another beginning, as long as that. " * 6]
+    for i in range(12):
+        await two.generate(text=beginnings[i % 2] + f"question {i}", sampling={"max_tokens": 2})
+    stats = [replica.scheduler.stats for replica in two.engine.replicas]
+    found = sum(each.prefix_hit_tokens for each in stats) / sum(each.prefix_query_tokens for each in stats)
+    assert found > 0.7
