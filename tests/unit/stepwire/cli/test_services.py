@@ -32,7 +32,7 @@ def test_the_scheduler_gets_a_path_of_this_machine(
 ) -> None:
     given: list[SchedulerSettings] = []
 
-    async def note(settings: SchedulerSettings) -> int:
+    async def note(settings: SchedulerSettings, _supervision: object) -> int:
         given.append(settings)
         return 0
 
