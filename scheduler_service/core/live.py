@@ -42,15 +42,18 @@ class LiveSequences:
         # Not copied before it starts: of a waiting sequence it is the request's and does not change.
         prompt = cast(list[int], request.prompt_token_ids)
         kv_limit = len(prompt) + request.max_tokens - 1
+        known_ids = dict.fromkeys(range(request.n), prompt)
+        if request.priors is not None:
+            known_ids = {index: [*prompt, *prior] for index, prior in request.priors.items()}
         sequences = [
-            Sequence(self._new_id(), index, request, arrival, prompt, kv_limit, make_keys(request))
-            for index in range(request.n)
+            Sequence(self._new_id(), index, request, arrival, known, kv_limit, make_keys(request))
+            for index, known in known_ids.items()
         ]
         self._of_request[request.request_id] = list(sequences)
         self.by_id.update((sequence.sequence_id, sequence) for sequence in sequences)
         if request.max_draft_tokens:
-            self.num_speculating += request.n
-        if request.n > 1:
+            self.num_speculating += len(sequences)
+        if len(sequences) > 1:
             self.held_back[sequences[0].sequence_id] = sequences[1:]
         return sequences
 

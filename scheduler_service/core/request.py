@@ -1,5 +1,6 @@
 """A request and the sequences sampled for it."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,7 +36,9 @@ class Request:
     `max_tokens` is the most output tokens of each sequence, the context's end included.
     `deadline` is on the scheduler's clock, in seconds. With `scores_prompt` the first sequence
     tells how likely each token of the prompt is. `max_draft_tokens` is the most that a step may
-    verify of each sequence; 0 for no speculation.
+    verify of each sequence; 0 for no speculation. `priors` holds the output that an earlier call
+    has brought, of those sequences that go on, by index; None for a request that begins with all
+    of its `n` sequences.
     """
 
     request_id: str
@@ -47,6 +50,7 @@ class Request:
     adapter: str = ""
     cache_salt: str = ""
     deadline: float | None = None
+    priors: Mapping[int, ReadOnlyList[int]] | None = None
     sampling: object = None
     trace: str = ""
     scores_prompt: bool = False

@@ -130,8 +130,8 @@ class Scheduler:
         self._check_admissible(request)
         arrival = self._clock()
         sequences = self._live.add(request, arrival, self._blocks.key_chain)
-        self._queued_tokens += request.n * len(request.prompt_token_ids)
-        self._tenants.enter(request.tenant, request.n)
+        self._queued_tokens += sum(len(sequence.token_ids) for sequence in sequences)
+        self._tenants.enter(request.tenant, len(sequences))
         self._waiting.push(sequences[0], arrival)
         if self._blocks.num_leading_tokens(request) == 0:
             self._release_siblings(sequences[0])

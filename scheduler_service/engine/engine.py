@@ -16,6 +16,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.request import Request
 from scheduler_service.engine.adapters import Adapters
 from scheduler_service.engine.best_of import BestOf
+from scheduler_service.engine.continuing import continue_request
 from scheduler_service.engine.ending import note_end
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.metrics import EngineMetrics
@@ -274,8 +275,9 @@ class Engine:
             token_ids = await served.token_ids(call.prompt)
         finally:
             self._num_admitting -= checked.num_sequences
-        self._require_open()
         max_tokens = validator.max_tokens(len(token_ids), checked)
+        continued = await continue_request(call, checked, token_ids, served.tokens, max_tokens)
+        self._require_open()
         trace.describe(checked.sampling, checked.n, max_tokens)
         request = Request(
             request_id=request_id,
@@ -288,12 +290,14 @@ class Engine:
             # Whoever shares a prefix cache can time what others asked for.
             cache_salt=call.tenant,
             deadline=None if call.deadline_s is None else arrival + call.deadline_s,
+            priors=continued.priors,
             sampling=checked.sampling,
             trace=trace.traceparent,
             scores_prompt=checked.sampling.prompt_logprobs is not None,
             max_draft_tokens=checked.max_draft_tokens,
         )
         live = _live_request(request, checked, trace, arrival)
+        live.continued = continued
         replica = self.replicas.choose(request)
         if call.sampling.structured_output is not None:
             checked = await replica.grammars.hold(call.sampling.structured_output, checked, holds)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.engine.best_of import BestOf
+from scheduler_service.engine.continuing import Continued
 from scheduler_service.engine.output import OutputStream
 from scheduler_service.engine.stop import StopStrings
 from scheduler_service.engine.tracing import RequestTrace
@@ -40,6 +41,7 @@ class LiveRequest:
     awaits_token: bool = True
     """Whether its first token, or the first since it was resumed, is yet to come."""
     finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
+    continued: Continued = field(default_factory=Continued)
 
     @property
     def queue_s(self) -> float:
@@ -51,11 +53,15 @@ class LiveRequest:
         self.request = replace(self.request, sampling=sampling, max_draft_tokens=max_draft_tokens)
         self.is_bound = True
 
+    @property
+    def _num_delivered(self) -> int:
+        return self.num_output_tokens if self.best_of is None else self.best_of.num_best_tokens
+
     def finished(self) -> Finished:
         """The last event."""
         return Finished(
             prompt_token_count=len(self.request.prompt_token_ids),
-            output_token_count=self.num_output_tokens if self.best_of is None else self.best_of.num_best_tokens,
+            output_token_count=self._num_delivered + self.continued.num_tokens,
             cached_token_count=self.num_cached_tokens,
             queue_s=self.queue_s,
         )

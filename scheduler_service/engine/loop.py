@@ -125,6 +125,10 @@ class StepLoop:
 
     def submit(self, live: LiveRequest) -> None:
         """Lets a request wait. Raises StepwireError when it is refused; then nothing has changed."""
+        if live.continued.is_over:
+            live.is_closed = True
+            live.stream.end()
+            return
         try:
             if live.request.request_id in self._live:
                 # The core may have forgotten it already: its last tokens are still on their way.
@@ -141,9 +145,11 @@ class StepLoop:
         live.loop = self
         self._live[live.request.request_id] = live
         for sequence in sequences:
-            finder = None if live.stops is None else StopFinder(live.stops, live.min_tokens)
-            decoder = self._detokenizer.sequence(live.request.prompt_token_ids)
-            self._texts[sequence] = SequenceText(sequence, decoder, finder)
+            text = live.continued.texts.get(sequence.index)
+            if text is None:
+                finder = None if live.stops is None else StopFinder(live.stops, live.min_tokens)
+                text = self._detokenizer.sequence(live.request.prompt_token_ids), finder
+            self._texts[sequence] = SequenceText(sequence, *text)
         self._wake.set()
 
     def end(self, live: LiveRequest, error: StepwireError | None = None) -> None:

@@ -92,6 +92,7 @@ class GenerateInput:
     request_id: str = ""
     tenant: str = ""
     priority: int = 0
+    priors: Sequence[Sequence[int]] = ()
     adapter: str = ""
     deadline_s: float | None = None
     max_draft_tokens: int | None = None

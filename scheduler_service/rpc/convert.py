@@ -8,7 +8,7 @@ from google.protobuf import duration_pb2
 
 from scheduler_service.core.plan import PromptLogprobs
 from scheduler_service.core.request import FinishReason
-from scheduler_service.engine.validate import DEFAULT_DRAFT_TOKENS, MAX_MESSAGES, check_count
+from scheduler_service.engine.validate import DEFAULT_DRAFT_TOKENS, MAX_MESSAGES, MAX_N, check_count
 from scheduler_service.engine.values import (
     ChatMessage,
     ChatPrompt,
@@ -66,6 +66,7 @@ def generate_input(request: pb.GenerateRequest, deadline_s: float | None, tenant
         tenant=tenant,
         priority=request.priority,
         adapter=request.adapter,
+        priors=[prior.ids for prior in request.prior_output_token_ids[: MAX_N + 1]],
         deadline_s=deadline_s,
         max_draft_tokens=_max_draft_tokens(request),
     )

@@ -1,7 +1,7 @@
 """The client for asyncio."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -11,6 +11,7 @@ from opentelemetry.trace import TracerProvider
 from stepwire.client import _calls, _convert
 from stepwire.client._calls import DEFAULT_TIMEOUT_S, CallFactory, ClientCall
 from stepwire.client._convert import UnaryCall
+from stepwire.client._resume import DEFAULT_RESUME_S, Progress
 from stepwire.client.types import (
     Completion,
     CompletionBuilder,
@@ -24,9 +25,11 @@ from stepwire.client.types import (
 )
 from stepwire.rpc.channel import create_channel
 from stepwire.rpc.errors import StepwireError
+from stepwire.v1.inference_pb2 import GenerateRequest
 from stepwire.v1.inference_pb2_grpc import InferenceServiceStub
 
 _T = TypeVar("_T")
+Begin = Callable[[GenerateRequest, float | None], tuple[Any, ClientCall]]
 
 
 class AsyncGenerateStream(AsyncIterator[Event]):
@@ -35,10 +38,12 @@ class AsyncGenerateStream(AsyncIterator[Event]):
     Iterating raises StepwireError when the request fails. Belongs to the event loop that made it.
     """
 
-    def __init__(self, call: Any, span: ClientCall) -> None:
+    def __init__(self, begin: Begin, progress: Progress) -> None:
         self._loop = asyncio.get_running_loop()
-        self._call = call
-        self._span = span
+        self._begin = begin
+        self._progress = progress
+        self._is_over = True
+        self._call, self._span = begin(progress.request, progress.timeout)
         self._is_over = False
 
     async def __anext__(self) -> Event:
@@ -48,8 +53,8 @@ class AsyncGenerateStream(AsyncIterator[Event]):
                 # dropped call would run on until the next garbage collection.
                 response = await self._call.read()
             except grpc.aio.AioRpcError as error:
-                self._is_over = True
-                raise self._span.failed(error) from error
+                await self._resume(error)
+                continue
             except asyncio.CancelledError:
                 self.close()
                 if _is_task_cancelled():
@@ -60,9 +65,20 @@ class AsyncGenerateStream(AsyncIterator[Event]):
                 self._span.succeeded()
                 break
             event = _convert.event(response)
-            if event is not None:
+            if event is not None and (event := self._progress.take(event)) is not None:
                 return event
         raise StopAsyncIteration
+
+    async def _resume(self, error: grpc.aio.AioRpcError) -> None:
+        """Goes on with another call, in a while. Raises StepwireError when that makes no sense."""
+        try:
+            pause_s = self._progress.pause_before_resuming(self._span.failed(error))
+        except StepwireError as failure:
+            self._is_over = True
+            raise failure from error
+        await asyncio.sleep(pause_s)
+        if not self._is_over:
+            self._call, self._span = self._begin(self._progress.next_request(), self._progress.timeout)
 
     def close(self) -> None:
         """Cancels the request unless it is over."""
@@ -109,7 +125,8 @@ class AsyncClient:
 
     `target` is "host:port". `key` and `tenant` are sent with every call. Spans go to `tracer_provider`, or to
     OpenTelemetry's global one, which does nothing unless the application has set it. All methods
-    raise StepwireError when a call fails, and take a `timeout` in seconds for the whole call.
+    raise StepwireError when a call fails, and take a `timeout` in seconds for the whole call. A request whose
+    service is lost after it began is sent again with what has come, for up to `resume_s` seconds; 0 never does.
     """
 
     def __init__(
@@ -120,7 +137,9 @@ class AsyncClient:
         tenant: str | None = None,
         tracer_provider: TracerProvider | None = None,
         max_message_bytes: int = _calls.DEFAULT_MAX_MESSAGE_BYTES,
+        resume_s: float = DEFAULT_RESUME_S,
     ) -> None:
+        self._resume_s = resume_s
         self._calls = CallFactory(target, key, tenant, tracer_provider)
         self._max_message_bytes = max_message_bytes
         self._channel: grpc.aio.Channel | None = None
@@ -139,9 +158,11 @@ class AsyncClient:
         `sampling`, as keywords (`temperature=0`), or both: keywords win. See GenerateKeywords.
         """
         request = _convert.generate_request(prompt, sampling, keywords)
-        method = self._method("Generate")
+        return AsyncGenerateStream(self._begin, Progress(request, keywords.get("timeout"), self._resume_s))
+
+    def _begin(self, request: GenerateRequest, timeout: float | None) -> tuple[Any, ClientCall]:
         span = self._calls.begin("Generate")
-        return AsyncGenerateStream(method(request, timeout=keywords.get("timeout"), metadata=span.metadata), span)
+        return self._method("Generate")(request, timeout=timeout, metadata=span.metadata), span
 
     async def complete(
         self,

@@ -1,7 +1,7 @@
 """The client for threads."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -11,6 +11,7 @@ from opentelemetry.trace import TracerProvider
 from stepwire.client import _calls, _convert
 from stepwire.client._calls import DEFAULT_TIMEOUT_S, CallFactory, ClientCall
 from stepwire.client._convert import UnaryCall
+from stepwire.client._resume import DEFAULT_RESUME_S, Progress
 from stepwire.client.types import (
     Completion,
     CompletionBuilder,
@@ -24,9 +25,11 @@ from stepwire.client.types import (
 )
 from stepwire.rpc.channel import create_sync_channel
 from stepwire.rpc.errors import StepwireError
+from stepwire.v1.inference_pb2 import GenerateRequest
 from stepwire.v1.inference_pb2_grpc import InferenceServiceStub
 
 _T = TypeVar("_T")
+Begin = Callable[[GenerateRequest, float | None], tuple[Any, ClientCall]]
 
 
 def call_unary(method: Any, span: ClientCall, call: UnaryCall[_T], timeout: float | None) -> _T:
@@ -50,9 +53,11 @@ class GenerateStream(Iterator[Event]):
     Iterating raises StepwireError when the request fails. `close` may be called from any thread.
     """
 
-    def __init__(self, call: Any, span: ClientCall) -> None:
-        self._call = call
-        self._span = span
+    def __init__(self, begin: Begin, progress: Progress) -> None:
+        self._begin = begin
+        self._progress = progress
+        self._is_over = True
+        self._call, self._span = begin(progress.request, progress.timeout)
         self._is_over = False
 
     def __next__(self) -> Event:
@@ -63,15 +68,27 @@ class GenerateStream(Iterator[Event]):
                 self._is_over = True
                 self._span.succeeded()
             except grpc.RpcError as error:
-                self._is_over = True
-                raise self._span.failed(error) from error
+                self._resume(error)
             except BaseException:  # KeyboardInterrupt too.
                 self.close()
                 raise
             else:
-                if event is not None:
+                if event is not None and (event := self._progress.take(event)) is not None:
                     return event
         raise StopIteration
+
+    def _resume(self, error: grpc.RpcError) -> None:
+        """Goes on with another call, in a while. Raises StepwireError when that makes no sense."""
+        was_closed = self._is_over
+        try:
+            pause_s = self._progress.pause_before_resuming(self._span.failed(error))
+        except StepwireError as failure:
+            self._is_over = True
+            raise failure from error
+        if not was_closed:
+            time.sleep(pause_s)
+        if not self._is_over:
+            self._call, self._span = self._begin(self._progress.next_request(), self._progress.timeout)
 
     def close(self) -> None:
         """Cancels the request unless it is over."""
@@ -97,7 +114,8 @@ class Client:
 
     `target` is "host:port". `key` and `tenant` are sent with every call. Spans go to `tracer_provider`, or to
     OpenTelemetry's global one, which does nothing unless the application has set it. All methods
-    raise StepwireError when a call fails, and take a `timeout` in seconds for the whole call.
+    raise StepwireError when a call fails, and take a `timeout` in seconds for the whole call. A request whose
+    service is lost after it began is sent again with what has come, for up to `resume_s` seconds; 0 never does.
     """
 
     def __init__(
@@ -108,7 +126,9 @@ class Client:
         tenant: str | None = None,
         tracer_provider: TracerProvider | None = None,
         max_message_bytes: int = _calls.DEFAULT_MAX_MESSAGE_BYTES,
+        resume_s: float = DEFAULT_RESUME_S,
     ) -> None:
+        self._resume_s = resume_s
         self._calls = CallFactory(target, key, tenant, tracer_provider)
         self._channel = create_sync_channel(target, max_message_bytes=max_message_bytes)
         self._stub = InferenceServiceStub(self._channel)
@@ -127,9 +147,11 @@ class Client:
         `sampling`, as keywords (`temperature=0`), or both: keywords win. See GenerateKeywords.
         """
         request = _convert.generate_request(prompt, sampling, keywords)
-        method = self._method("Generate")
+        return GenerateStream(self._begin, Progress(request, keywords.get("timeout"), self._resume_s))
+
+    def _begin(self, request: GenerateRequest, timeout: float | None) -> tuple[Any, ClientCall]:
         span = self._calls.begin("Generate")
-        return GenerateStream(method(request, timeout=keywords.get("timeout"), metadata=span.metadata), span)
+        return self._method("Generate")(request, timeout=timeout, metadata=span.metadata), span
 
     def complete(
         self,

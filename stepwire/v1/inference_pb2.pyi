@@ -95,6 +95,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    PRIOR_OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name; empty means the only one served."""
@@ -119,6 +120,14 @@ class GenerateRequest(_message.Message):
         """How tokens are drawn and when a sequence ends."""
 
     @_builtins.property
+    def prior_output_token_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Output that an earlier call with this prompt, sampling and seed has brought, one list for each sequence in the
+        order of their index; none for a request that begins. Output goes on after it, with positions and text that
+        follow; a sequence that it shows to have ended does not come again. Each at most max_tokens long. The seed must be
+        given unless temperature is 0; best_of and prompt_logprobs must not.
+        """
+
+    @_builtins.property
     def speculation(self) -> Global___Speculation:
         """Whether several tokens may come of one step; as the service is set when absent. The tokens are the same."""
 
@@ -133,11 +142,12 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         priority: _builtins.int = ...,
         adapter: _builtins.str = ...,
+        prior_output_token_ids: _abc.Iterable[Global___TokenIds] | None = ...,
         speculation: Global___Speculation | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "messages", b"messages", "model", b"model", "prior_output_token_ids", b"prior_output_token_ids", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

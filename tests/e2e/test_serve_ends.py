@@ -52,7 +52,10 @@ async def test_sigterm_takes_no_new_requests_and_lets_running_ones_end(server: S
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_at_once(server: Server, number: signal.Signals) -> None:
-    with Client(server.target) as client, client.generate("abc", max_tokens=4000, ignore_eos=True) as stream:
+    with (
+        Client(server.target, resume_s=0) as client,
+        client.generate("abc", max_tokens=4000, ignore_eos=True) as stream,
+    ):
         next(stream)
         server.send(number)
         while client.get_model().state is not ModelState.DRAINING:
@@ -66,7 +69,7 @@ def test_a_second_signal_ends_at_once(server: Server, number: signal.Signals) ->
 
 def test_a_request_that_takes_longer_than_the_drain_is_told_so(model: Path, tmp_path: Path) -> None:
     flags = tiny_limits(MAX_MODEL_LEN, MAX_MODEL_LEN // 16, "--shutdown-timeout=0.2")
-    with serve(model, tmp_path, *flags) as server, Client(server.target) as client:
+    with serve(model, tmp_path, *flags) as server, Client(server.target, resume_s=0) as client:
         stream = client.generate("abc", max_tokens=4000, ignore_eos=True)
         next(stream)
         server.send(signal.SIGTERM)

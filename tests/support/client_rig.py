@@ -113,7 +113,9 @@ class Rig:
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.target = target
         self.service = service
-        self.client: Any = (Client if kind == "sync" else AsyncClient)(target, key=key, tracer_provider=self.provider)
+        # Errors are wanted at once here; going on after one is tested in test_client_resume.py.
+        kind_of_client = Client if kind == "sync" else AsyncClient
+        self.client: Any = kind_of_client(target, key=key, tracer_provider=self.provider, resume_s=0)
         self.is_sync = kind == "sync"
 
     async def do(self, method: str, *args: Any, **kwargs: Any) -> Any:
