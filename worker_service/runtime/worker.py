@@ -299,9 +299,7 @@ class WorkerRuntime:
     def _make_engine(self, job: LoadJob) -> Engine:
         """The compiled kernels where they compute the model, else plain torch. Raises as TorchEngine does."""
         config = job.checkpoint.config
-        # The halves of a layer, between which ranks sum, know no adapters.
-        may_split = job.place.tensor_parallel_size == 1 or self._settings.adapter_slots == 0
-        if self._pool is not None and may_split and computes(config, job.place, job.dtype, job.rounding):
+        if self._pool is not None and computes(config, job.place, job.dtype, job.rounding):
             return NativeEngine(config, job.dtype, self._pool, job.place, self.group)
         return TorchEngine(config, job.place, job.dtype, job.device, self.group)
 

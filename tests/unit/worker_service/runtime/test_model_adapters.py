@@ -202,6 +202,7 @@ def test_a_group_says_what_one_rank_says(tmp_path: Path, native: bool, tp: int, 
     expected = run_mixed(Served(base, paths), prompts, 1)
     with rank_threads(tp, pp, rank_settings(native_kernels=native, adapter_slots=3)) as ranks:
         ranks.start(base_path, num_blocks=128, block_size=16)
+        assert all(isinstance(r._need_model().engine, NativeEngine) is native for r in ranks.runtimes)
         fingerprints = []
         for path in paths:
             # Ranks take adapters in at different times, so that they lie in other slots.
