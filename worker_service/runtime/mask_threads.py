@@ -18,6 +18,10 @@ from numpy.typing import NDArray
 from stepwire.grammars import MaskBudget, error_text
 
 Words = NDArray[np.uint32]
+IntArray = NDArray[np.int64]
+
+FEW = 256
+"""Within JSON most places allow fewer tokens than this: then nobody need look at the others."""
 
 _LOOK_EVERY_S = 0.01
 
@@ -37,11 +41,17 @@ class GrammarState:
 
 @dataclass(slots=True, eq=False)
 class MaskJob:
-    """Consumes `token_ids`, then fills `words` with one bit for each token that may come next. `error` says why not."""
+    """Consumes `token_ids`, then fills `words` with one bit for each token that may come next. `error` says why not.
+
+    Where one of the model's end tokens may come any of them may: the bits `ends`. `few` are the ids of the tokens that
+    may come, when there are at most FEW.
+    """
 
     state: GrammarState
     token_ids: list[int]
     words: Words
+    ends: Words
+    few: IntArray | None = None
     error: str | None = None
     is_abandoned: bool = False
     _clock: int | None = None
@@ -80,7 +90,14 @@ class MaskJob:
         if self.token_ids and not matcher.consume_tokens(self.token_ids):
             return f"the grammar does not go on after its last token: {error_text(matcher)}"
         matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
-        return f"the grammar's mask cannot be told: {error_text(matcher)}" if matcher.is_error() else None
+        if matcher.is_error():
+            return f"the grammar's mask cannot be told: {error_text(matcher)}"
+        if (self.words & self.ends).any():
+            self.words |= self.ends
+        if int(np.bitwise_count(self.words).sum()) <= FEW:
+            octets = self.words.astype("<u4", copy=False).view(np.uint8)
+            self.few = np.flatnonzero(np.unpackbits(octets, bitorder="little"))
+        return None
 
 
 class MaskThreads:

@@ -1,5 +1,6 @@
 """Which tokens the grammars of a step's sequences allow, and how that becomes part of their scores."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from worker_service.runtime.grammars import GrammarStore
-from worker_service.runtime.mask_threads import GrammarState, MaskBatch, MaskJob
+from worker_service.runtime.mask_threads import FEW, GrammarState, MaskBatch, MaskJob
 from worker_service.runtime.sequences import SequenceTable
 
 IntArray = NDArray[np.int64]
@@ -58,14 +59,14 @@ class GrammarMasks:
             return None
         words = np.zeros((len(masked), self._num_words), np.uint32)
         jobs = [self._job(row, table, words[i]) for i, row in enumerate(masked)]
-        return PendingMasks(np.array(masked), words, self._grammars.threads.begin(jobs), self._ends, self._vocab_size)
+        return PendingMasks(np.array(masked), words, self._grammars.threads.begin(jobs), self._vocab_size)
 
     def _job(self, row: int, table: SequenceTable, words: Words) -> MaskJob:
         state = self._states[row]
         first = int(table.prompt_token_count[row]) + state.num_consumed
         token_ids = table.token_ids[row, first : table.num_tokens[row]].tolist()
         state.num_consumed += len(token_ids)
-        return MaskJob(state, token_ids, words)
+        return MaskJob(state, token_ids, words, self._ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,6 @@ class PendingMasks:
     rows: IntArray
     words: Words
     batch: MaskBatch
-    ends: Words
     vocab_size: int
 
     def wait(self, rows: IntArray) -> "Masks":
@@ -86,42 +86,56 @@ class PendingMasks:
         errors = {place: error for place in places if (error := jobs[int(rows[place])].error) is not None}
         # Copied where some are left out, and where one was abandoned, which is still being written to.
         words = self.words[np.isin(self.rows, rows)] if errors or len(places) < len(jobs) else self.words
-        # Where one end token may come any of them may: a library knows one only.
-        words[(words & self.ends).any(1)] |= self.ends
-        return Masks(np.array(places, np.int64), words, self.vocab_size, errors)
+        few = {place: ids for place in places if (ids := jobs[int(rows[place])].few) is not None}
+        return Masks(np.array(places, np.int64), words, self.vocab_size, few, errors)
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
     """What may come next: a row of `words` [*, vocab_size / 32] for each of `places`, a bit for a token id, lowest
-    first. `errors` by place."""
+    first. `few`, by place, are the token ids of those that allow few, rising; `errors` by place."""
 
     places: IntArray
     words: Words
     vocab_size: int
-    errors: dict[int, str]
+    few: Mapping[int, IntArray]
+    errors: Mapping[int, str]
+
+    def narrow(self, logits: torch.Tensor, places: Sequence[int]) -> tuple[torch.Tensor, IntArray]:
+        """Of places that allow few tokens the scores of these alone, [places, FEW], -inf behind them; and their ids."""
+        token_ids = np.zeros((len(places), FEW), np.int64)
+        counts = np.zeros(len(places), np.int64)
+        for i, place in enumerate(places):
+            ids = self.few[place]
+            token_ids[i, : len(ids)], counts[i] = ids, len(ids)
+        device = logits.device
+        rows = torch.tensor(places, device=device)[:, None]
+        scores = logits[rows, torch.from_numpy(token_ids).to(device)].float()
+        return scores.masked_fill_(
+            torch.from_numpy(np.arange(FEW) >= counts[:, None]).to(device), -torch.inf
+        ), token_ids
 
     def apply(self, scores: torch.Tensor, which: IntArray) -> None:
         """Makes what is not allowed -inf in scores [*, at least vocab_size] of the rows `which`, in place.
 
-        All of `places` must be among `which`, which rises.
+        `which` rises; places that are not among them are left out.
         """
-        forbidden = self._forbidden(scores.device)
-        targets = np.searchsorted(which, self.places).tolist()
-        if len(targets) == len(scores):
-            scores[:, : self.vocab_size].masked_fill_(forbidden, -torch.inf)
+        present = np.isin(self.places, which)
+        if not present.any():
             return
+        forbidden = self._forbidden(self.words[present], scores.device)
+        targets = np.searchsorted(which, self.places[present]).tolist()
         for target, row in zip(targets, forbidden, strict=True):
             scores[target, : self.vocab_size].masked_fill_(row, -torch.inf)
 
     def num_allowed(self, place: int) -> int:
         """How many tokens the grammar of one of `places` allows."""
         row = self.words[np.searchsorted(self.places, place)]
-        return int(np.unpackbits(row.view(np.uint8)).sum())
+        return int(np.bitwise_count(row).sum())
 
-    def _forbidden(self, device: torch.device) -> torch.Tensor:
+    def _forbidden(self, words: Words, device: torch.device) -> torch.Tensor:
         """[places, vocab_size], on a device; bits travel, and become booleans there."""
-        octets = np.ascontiguousarray(self.words).astype("<u4", copy=False).view(np.uint8)
+        octets = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
         unset = unset_on_cpu(octets) if device.type == "cpu" else unset_bits(torch.from_numpy(octets).to(device))
         return unset[:, : self.vocab_size]
 

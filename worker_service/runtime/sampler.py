@@ -65,22 +65,33 @@ class Sampler:
         masked = _is_masked(rows, num_outputs, sampling)
         random = sampling.temperature[rows] > 0
         special = masked | random | sampling.has_penalty[rows] | sampling.has_edits[rows]
+        few: list[int] = []
         if masks is not None:
+            # What looks at other tokens, or changes all scores, cannot do with few of them.
+            whole = masked | sampling.has_penalty[rows] | sampling.has_edits[rows]
+            few = [place for place in masks.few if not whole[place]]
             special[masks.places] = True
         if not special.any():
             sampled = _greedy(logits)
         else:
             sampled = Sampled(np.zeros(len(rows), np.int64), np.zeros(len(rows), np.bool_))
-            plain, others = np.flatnonzero(~special), np.flatnonzero(special)
+            plain = np.flatnonzero(~special)
+            special[few] = False
+            others = np.flatnonzero(special)
             if len(plain):
                 _merge(sampled, plain, _greedy(logits[self._tensor(plain)]))
-            scores = self._scores(logits, others)
-            ahead = None if drafted is None else drafted.among(others, len(rows))
-            self._edit(scores, rows[others], masked[others], sampling, ahead)
+            if len(others):
+                scores = self._scores(logits, others)
+                ahead = None if drafted is None else drafted.among(others, len(rows))
+                self._edit(scores, rows[others], masked[others], sampling, ahead)
+                if masks is not None:
+                    masks.apply(scores, others)
+                self._choose(sampled, scores, others, rows, num_outputs, sampling)
             if masks is not None:
-                masks.apply(scores, others)
-            self._choose(sampled, scores, others, rows, num_outputs, sampling)
-            if masks is not None:
+                if few:
+                    scores, token_ids = masks.narrow(logits, few)
+                    self._choose(sampled, scores, np.array(few), rows, num_outputs, sampling)
+                    sampled.token_ids[few] = token_ids[np.arange(len(few)), sampled.token_ids[few]]
                 _tell_failures(sampled, masks, logits)
         self._add_logprobs(sampled, logits, rows, sampling)
         return sampled
@@ -153,7 +164,8 @@ class Sampler:
             sampling.min_p[rows],
             sampling.typical_p[rows],
         )
-        return Sampled(draw_tokens(scores, self._vocab_size, filters, points), failed[:, 0].cpu().numpy())
+        vocab_size = min(self._vocab_size, scores.shape[1])
+        return Sampled(draw_tokens(scores, vocab_size, filters, points), failed[:, 0].cpu().numpy())
 
     def _add_logprobs(self, sampled: Sampled, logits: torch.Tensor, rows: IntArray, sampling: SamplingColumns) -> None:
         wanted = np.flatnonzero((sampling.num_logprobs[rows] >= 0) & ~sampled.failed)

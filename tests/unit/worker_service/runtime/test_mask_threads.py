@@ -12,6 +12,8 @@ from stepwire import grammars
 from tests.support.grammars import allowed_after, lark, prepare, tiny_grammar_tokenizer, tiny_store
 from worker_service.runtime.mask_threads import GrammarState, MaskJob, MaskThreads
 
+NO_ENDS = np.zeros(10, np.uint32)
+
 
 class Matcher:
     """Stands for llguidance's."""
@@ -44,7 +46,7 @@ class Matcher:
 
 
 def job(matcher: Any, *token_ids: int) -> MaskJob:
-    return MaskJob(GrammarState(matcher), list(token_ids), np.zeros(10, np.uint32))
+    return MaskJob(GrammarState(matcher), list(token_ids), np.zeros(10, np.uint32), NO_ENDS)
 
 
 def bits(words: NDArray[np.uint32]) -> set[int]:
@@ -56,11 +58,12 @@ def test_masks_are_those_of_a_matcher_that_begins_anew() -> None:
     prototype = store.matcher(prepare(store, grammar))
     assert prototype is not None
     outputs = [tokenizer.tokenize_str("abc" * n) for n in range(8)]
-    jobs = [MaskJob(GrammarState(prototype), list(output), np.zeros(10, np.uint32)) for output in outputs]
+    jobs = [MaskJob(GrammarState(prototype), list(output), np.zeros(10, np.uint32), NO_ENDS) for output in outputs]
     store.threads.begin(jobs).wait()
     for output, done in zip(outputs, jobs, strict=True):
         assert done.error is None
-        assert bits(done.words) == allowed_after(tokenizer, grammar, output)
+        expected = allowed_after(tokenizer, grammar, output)
+        assert bits(done.words) == expected and done.few is not None and done.few.tolist() == sorted(expected)
     store.close()
 
 
@@ -103,7 +106,7 @@ def test_a_sequence_fails_when_its_masks_cost_too_much_on_average(monkeypatch: p
     threads, state = MaskThreads(1), GrammarState(Matcher(busy_s=0.004))  # type: ignore[arg-type]
     errors = []
     for _ in range(12):
-        done = MaskJob(state, [], np.zeros(10, np.uint32))
+        done = MaskJob(state, [], np.zeros(10, np.uint32), NO_ENDS)
         threads.begin([done]).wait()
         errors.append(done.error)
     assert errors[0] is None and errors[-1] is not None

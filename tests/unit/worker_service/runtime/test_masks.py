@@ -113,3 +113,24 @@ def test_bits_become_booleans_alike_on_every_device(num_words: int) -> None:
     expected = [[not words[row, i // 32] >> np.uint32(i % 32) & 1 for i in range(32 * num_words)] for row in range(3)]
     assert unset_on_cpu(words.view(np.uint8)).tolist() == expected
     assert unset_bits(torch.from_numpy(words.view(np.uint8))).tolist() == expected
+
+
+def test_few_tokens_are_scored_by_themselves() -> None:
+    store = tiny_store()
+    masks, rows = GrammarMasks(VOCAB_SIZE, store), np.array([0, 1, 2])
+    masks.take(0, prepare(store, lark('start: "a" | "b"')))
+    masks.take(2, prepare(store, lark("start: /(.|\\n){3}/"), revision=2))
+    pending = masks.begin(rows, table_of([], [], []))
+    assert pending is not None
+    found = pending.wait(rows)
+    logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    scores, token_ids = found.narrow(logits, [0])
+    (a,), (b,) = (tiny_grammar_tokenizer().tokenize_str(letter) for letter in "ab")
+    assert token_ids[0, :2].tolist() == sorted([a, b])
+    assert scores[0, :2].tolist() == logits[0, sorted([a, b])].tolist()
+    assert torch.isinf(scores[0, 2:]).all()
+    assert (0 in found.few, 1 in found.few) == (True, False)
+    # The others of a step are left as they are.
+    changed = torch.zeros(2, -(-VOCAB_SIZE // RUN) * RUN)
+    found.apply(changed, np.array([1, 2]))
+    assert not changed[0].any() and torch.isinf(changed[1]).any()

@@ -1,0 +1,1 @@
+"""JSON Schemas to answer with, and a judge of the answers."""
