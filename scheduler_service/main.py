@@ -25,6 +25,7 @@ from scheduler_service.engine.grammars import GrammarChecker
 from scheduler_service.engine.preflight import PHASE, check_before_start, check_failed, wish_of
 from scheduler_service.engine.replicas import not_ready
 from scheduler_service.engine.served import ServedModel
+from scheduler_service.engine.sleep import SleepRule
 from scheduler_service.engine.start import StartPlan, startup_phase, startup_trace
 from scheduler_service.engine.step_tracing import StepTraceRule
 from scheduler_service.engine.supervision import Supervision, Unsupervised
@@ -98,6 +99,7 @@ class _Service:
             self._metrics,
             StepTraceRule(settings.trace_step_ratio, settings.trace_slow_step),
             max_adapters=settings.max_adapters,
+            sleep_rule=SleepRule(settings.sleep_running == "preempt", settings.sleep_arrivals == "refuse"),
         )
         admin_keys = {} if settings.admin_key is None else {ADMIN_SERVICE_NAME: settings.admin_key}
         self._server = create_server(

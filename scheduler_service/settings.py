@@ -131,6 +131,15 @@ class SchedulerSettings(BaseModel):
         description="How many times in a row workers may be lost, or not come back, without a step in between; once "
         "more ends the service.",
     )
+    sleep_running: Literal["finish", "preempt"] = Field(
+        default="finish",
+        description="What AdminService's Sleep does with sequences that run: wait for their ends, or preempt them.",
+    )
+    sleep_arrivals: Literal["wait", "refuse"] = Field(
+        default="wait",
+        description="What becomes of requests that arrive while the workers sleep; where they are refused, the health "
+        "service says NOT_SERVING.",
+    )
     flight_steps: int = Field(
         default=256, ge=0, le=10_000, description="Steps that the flight recorder keeps in memory; 0 keeps none."
     )

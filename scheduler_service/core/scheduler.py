@@ -74,6 +74,7 @@ class Scheduler:
         self._preempted_ids: list[int] = []
         self._next_step_id = 1
         self._applied_at = clock()
+        self._is_held = False
 
     # What stands where.
 
@@ -232,9 +233,11 @@ class Scheduler:
         plan = StepPlan(self._next_step_id, now)
         plan.applied_step_id = self._next_step_id - 1 - len(self._in_flight)
         self._waiting.age(now)
-        self._preempt_for_priority()
+        if not self._is_held:
+            self._preempt_for_priority()
         budget = self._schedule_running(plan)
-        self._schedule_waiting(plan, budget)
+        if not self._is_held:
+            self._schedule_waiting(plan, budget)
         plan.finished_sequence_ids, self._finished_ids = self._finished_ids, []
         plan.preempted_sequence_ids, self._preempted_ids = self._preempted_ids, []
         if plan.is_empty:
@@ -275,6 +278,29 @@ class Scheduler:
         self.stats.count_step(num_tokens, now - max(plan.sent_at, self._applied_at), is_full=is_full)
         self._applied_at = now
         return events
+
+    def hold(self, *, preempt: bool) -> None:
+        """Starts no sequence any more until `release`: those that run go on to their ends, or are preempted now.
+
+        What waits goes on waiting, siblings and preempted sequences of requests that have begun among it.
+        """
+        self._is_held = True
+        if preempt:
+            for sequence in list(self._running):
+                self._preempt(sequence)
+
+    def release(self) -> None:
+        """Starts sequences again."""
+        self._is_held = False
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no sequence runs, no step is in flight, and the workers have been told so."""
+        return not (self._running or self._in_flight or self._finished_ids or self._preempted_ids)
+
+    def forget_content(self) -> None:
+        """Empties the prefix cache: the KV tensors' content is gone. Nothing may run."""
+        self._blocks.forget_content()
 
     def end_epoch(self, *, by_fault: bool = False) -> list[EndEvent]:
         """Forgets every step in flight and all KV: the running sequences wait again, as if preempted.

@@ -25,6 +25,7 @@ from scheduler_service.engine.recovery import LifePlan
 from scheduler_service.engine.replica import ReplicaParts
 from scheduler_service.engine.replicas import Replicas, not_ready
 from scheduler_service.engine.served import ServedModel
+from scheduler_service.engine.sleep import Sleeper, SleepRule
 from scheduler_service.engine.start import StartedGroup
 from scheduler_service.engine.step_tracing import StepTraceRule
 from scheduler_service.engine.tenants import TenantRules
@@ -54,6 +55,7 @@ class EngineState(Enum):
     STARTING = "starting"
     READY = "ready"
     RECOVERING = "recovering"
+    SLEEPING = "sleeping"
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -81,6 +83,7 @@ class Engine:
         step_traces: StepTraceRule = StepTraceRule(),  # noqa: B008 - a frozen value
         *,
         max_adapters: int = 64,
+        sleep_rule: SleepRule = SleepRule(),  # noqa: B008 - a frozen value
     ) -> None:
         self.model_name = model_name
         self.adapters = Adapters(max_adapters)
@@ -102,6 +105,7 @@ class Engine:
         self._validator: Validator | None = None
         self._parts: ReplicaParts | None = None
         self.replicas = Replicas(on_removed=lambda replica: self.adapters.forget(replica.ports), on_all_lost=self.fail)
+        self.sleeper = Sleeper(self.replicas, sleep_rule, self.adapters.add_all)
         self._num_admitting = 0
         self._num_calls = 0
         self._no_calls = asyncio.Event()
@@ -143,6 +147,9 @@ class Engine:
         """Takes no new requests; waits until those that run are delivered, but no longer than that, then ends them."""
         if self._state is not EngineState.FAILED:
             self._state = EngineState.DRAINING
+        if self.sleeper.is_down:
+            # They would wait for a device that nobody wakes up any more.
+            self.replicas.end_all(_draining())
         try:
             await asyncio.wait_for(self._no_calls.wait(), timeout_s)
         except TimeoutError:
@@ -160,6 +167,7 @@ class Engine:
 
     async def close(self) -> None:
         """Ends loop, group and helpers. Requests must have ended."""
+        await self.sleeper.close()
         await self.adapters.close()
         await self.replicas.close()
         if self._model is not None:
@@ -169,8 +177,9 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are taken, and some replica serves."""
-        return self._state is EngineState.READY and any(replica.is_healthy for replica in self.replicas)
+        """Whether requests are taken, and some replica serves; also while they sleep, when requests wait."""
+        is_open = self._state is EngineState.READY and not self.sleeper.is_closed
+        return is_open and any(replica.is_healthy for replica in self.replicas)
 
     @property
     def num_calls(self) -> int:
@@ -183,6 +192,8 @@ class Engine:
         is_recovering = self._state is EngineState.READY and all(replica.is_recovering for replica in self.replicas)
         state = EngineState.RECOVERING if is_recovering else self._state
         schedulers = [replica.scheduler for replica in self.replicas]
+        if state is EngineState.READY and self.sleeper.is_down:
+            state = EngineState.SLEEPING
         return replace(
             self._info,
             state=state.value,
@@ -326,6 +337,7 @@ class Engine:
             raise _draining()
         if self._state is EngineState.FAILED:
             raise self._failure or not_ready()
+        self.sleeper.require_open()
 
     def _require_model(self) -> tuple[Validator, ServedModel]:
         if self._validator is None or self._model is None:

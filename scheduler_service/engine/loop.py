@@ -70,6 +70,7 @@ class StepLoop:
         self._live: dict[str, LiveRequest] = {}
         self._results: deque[StepResult] = deque()
         self._is_paused = False
+        self._quiet: asyncio.Future[None] | None = None
         self._work: list[Work] = []
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -240,6 +241,31 @@ class StepLoop:
         self._is_paused = False
         self._wake.set()
 
+    # Sleep.
+
+    async def quiesce(self, *, preempt: bool) -> None:
+        """Returns when no sequence runs and no step is in flight: those that run end, or are preempted. What waits,
+        and comes, waits until `release`. One at a time; when it is cancelled everything goes on."""
+        self._scheduler.hold(preempt=preempt)
+        self._wake.set()
+        self._quiet = quiet = asyncio.get_running_loop().create_future()
+        try:
+            await quiet
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            self._quiet = None
+
+    def release(self) -> None:
+        """Goes on after `quiesce`."""
+        self._scheduler.release()
+        self._wake.set()
+
+    def forget_content(self) -> None:
+        """What the prefix cache finds is gone. Only between `quiesce` and `release`."""
+        self._scheduler.forget_content()
+
     # The loop.
 
     async def _run_guarded(self) -> None:
@@ -262,6 +288,8 @@ class StepLoop:
             self._note_plan(plan)
             await self._sink.send(plan)
         self._submit_work()
+        if self._quiet is not None and self._scheduler.is_quiet and not self._quiet.done():
+            self._quiet.set_result(None)
         self._set_timer()
         await self._wake.wait()
 

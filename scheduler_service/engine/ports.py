@@ -20,6 +20,14 @@ class Phase(IntEnum):
     READY = 5
 
 
+class SleepLevel(IntEnum):
+    """What workers that sleep have given back; a greater one is deeper."""
+
+    AWAKE = 0
+    KEEP_WEIGHTS = 1
+    DROP_WEIGHTS = 2
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """How a worker says it stands. `num_blocks`, `block_size` and `max_model_len` are its KV cache's, 0 without one."""
@@ -221,6 +229,12 @@ class WorkerPort(Protocol):
         self, epoch: int, max_step_tokens: int, max_sequences: int, *, skip: bool
     ) -> AsyncIterator[tuple[int, int]]:
         """Runs what would make the first requests slow, unless they cannot wait; yields (parts done, parts in all)."""
+
+    async def sleep(self, epoch: int, level: SleepLevel) -> None:
+        """Gives its device's memory back; no sequence may be known, and no step in flight."""
+
+    async def wake_up(self, epoch: int) -> None:
+        """Takes the memory again."""
 
     async def reset(self, epoch: int, scheduler_id: str, phase: Phase) -> Phase:
         """Takes it back to an earlier phase and into a new epoch."""

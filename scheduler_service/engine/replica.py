@@ -16,7 +16,7 @@ from scheduler_service.engine.group import RankReport, WorkerGroup
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.loop import StepLoop
 from scheduler_service.engine.metrics import EngineMetrics
-from scheduler_service.engine.ports import WorkerPort
+from scheduler_service.engine.ports import SleepLevel, WorkerPort
 from scheduler_service.engine.recovery import Epoch, GroupLife, LifePlan
 from scheduler_service.engine.served import ServedModel
 from scheduler_service.engine.start import StartedGroup
@@ -58,6 +58,8 @@ class Replica:
         self.tracing = StepTracing(parts.tracer, parts.metrics, parts.step_traces)
         self.is_leaving = False
         """Whether it takes no new requests, because it was told to drain."""
+        self.sleep_level = SleepLevel.AWAKE
+        """What its workers have given back."""
         self.failure: StepwireError | None = None
         self.ports: Sequence[WorkerPort] = ()
         """Its workers, by rank."""
@@ -152,6 +154,10 @@ class Replica:
     def epoch_ended(self, end: EpochEnd) -> None:
         """See EpochObserver: what runs pauses, or goes elsewhere, and what comes waits."""
         self._is_recovering = True
+        if self.sleep_level is not SleepLevel.AWAKE:
+            # The next epoch begins awake.
+            self.sleep_level = SleepLevel.AWAKE
+            self.loop.release()
         self.tracing.end_epoch(end.error.message)
         self.loop.pause()
         self._on_epoch_end(self)

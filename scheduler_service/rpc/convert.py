@@ -35,6 +35,7 @@ _STATES = {
     "draining": pb.MODEL_STATE_DRAINING,
     "failed": pb.MODEL_STATE_FAILED,
     "recovering": pb.MODEL_STATE_RECOVERING,
+    "sleeping": pb.MODEL_STATE_SLEEPING,
 }
 
 _OPTIONAL_SAMPLING = (

@@ -25,6 +25,7 @@ from scheduler_service.engine.ports import (
     Place,
     ProfileRow,
     RankProfile,
+    SleepLevel,
     StepTimings,
     WorkerStatus,
 )
@@ -141,6 +142,15 @@ class WorkerClient:
         )
         async for response in self._streamed("WarmUp", self._stub.WarmUp, request, _LOAD_TIMEOUT_S):
             yield response.done_count, response.total_count
+
+    async def sleep(self, epoch: int, level: SleepLevel) -> None:
+        """Gives its device's memory back; no sequence may be known, and no step in flight."""
+        request = pb.SleepRequest(epoch=epoch, level=pb.SleepLevel.ValueType(level))
+        await self._unary("Sleep", self._stub.Sleep, request, _UNARY_TIMEOUT_S)
+
+    async def wake_up(self, epoch: int) -> None:
+        """Takes the memory again."""
+        await self._unary("WakeUp", self._stub.WakeUp, pb.WakeUpRequest(epoch=epoch), _LOAD_TIMEOUT_S)
 
     async def reset(self, epoch: int, scheduler_id: str, phase: Phase) -> Phase:
         """Takes it back to an earlier phase and into a new epoch."""

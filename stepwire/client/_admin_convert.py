@@ -70,6 +70,17 @@ def list_adapters() -> UnaryCall[tuple[Adapter, ...]]:
     return UnaryCall("ListAdapters", request, lambda answer: tuple(map(_adapter, answer.adapters)))
 
 
+def sleep(*, drop_weights: bool) -> UnaryCall[None]:
+    """Asks for the workers to sleep."""
+    level = worker_pb2.SLEEP_LEVEL_DROP_WEIGHTS if drop_weights else worker_pb2.SLEEP_LEVEL_KEEP_WEIGHTS
+    return UnaryCall("Sleep", admin_pb2.AdminServiceSleepRequest(level=level), lambda _answer: None)
+
+
+def wake_up() -> UnaryCall[None]:
+    """Asks for the workers to wake up."""
+    return UnaryCall("WakeUp", admin_pb2.AdminServiceWakeUpRequest(), lambda _answer: None)
+
+
 def _adapter(message: admin_pb2.Adapter) -> Adapter:
     return Adapter(
         name=message.name,

@@ -35,6 +35,7 @@ _MODEL_STATES: Mapping[int, ModelState] = {
     inference_pb2.MODEL_STATE_DRAINING: ModelState.DRAINING,
     inference_pb2.MODEL_STATE_FAILED: ModelState.FAILED,
     inference_pb2.MODEL_STATE_RECOVERING: ModelState.RECOVERING,
+    inference_pb2.MODEL_STATE_SLEEPING: ModelState.SLEEPING,
 }
 _REQUEST_FIELDS = ("model", "request_id", "priority", "adapter")
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))

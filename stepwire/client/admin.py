@@ -69,6 +69,15 @@ class AdminClient:
         """The adapters, by name; those that are being taken away last."""
         return self._call(_admin_convert.list_adapters(), timeout)
 
+    def sleep(self, *, drop_weights: bool = False, timeout: float | None = None) -> None:
+        """Has the workers give their devices' memory back once nothing runs; with `drop_weights` that of the weights
+        too, which are then loaded again. A call that ends earlier, by `timeout`, undoes it."""
+        self._call(_admin_convert.sleep(drop_weights=drop_weights), timeout)
+
+    def wake_up(self, *, timeout: float | None = None) -> None:
+        """Has the workers take their memory again."""
+        self._call(_admin_convert.wake_up(), timeout)
+
     def close(self) -> None:
         """Cancels what is running and closes the connection."""
         self._is_closed = True

@@ -136,6 +136,7 @@ class ModelState(StrEnum):
     DRAINING = "draining"
     FAILED = "failed"
     RECOVERING = "recovering"
+    SLEEPING = "sleeping"
     UNKNOWN = "unknown"
 
 

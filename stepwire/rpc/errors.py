@@ -53,6 +53,7 @@ _CODES: Mapping[str, grpc.StatusCode] = {
     "INTERNAL": grpc.StatusCode.INTERNAL,
     "STREAM_DISPLACED": grpc.StatusCode.ABORTED,
     "CLIENT_TOO_SLOW": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "MODEL_ASLEEP": grpc.StatusCode.UNAVAILABLE,
     "REQUEST_ENDS_WORKERS": grpc.StatusCode.INTERNAL,
     "FENCED": grpc.StatusCode.UNAVAILABLE,
     "PEER_LOST": grpc.StatusCode.UNAVAILABLE,

@@ -520,3 +520,81 @@ class Adapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class AdminServiceSleepRequest(_message.Message):
+    """Has the workers give memory back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    level: _worker_pb2.SleepLevel.ValueType
+    """How much."""
+    def __init__(
+        self,
+        *,
+        level: _worker_pb2.SleepLevel.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceSleepRequest: _TypeAlias = AdminServiceSleepRequest  # noqa: Y015
+
+@_typing.final
+class AdminServiceSleepResponse(_message.Message):
+    """The workers sleep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    level: _worker_pb2.SleepLevel.ValueType
+    """What they have given back: no less than asked for."""
+    def __init__(
+        self,
+        *,
+        level: _worker_pb2.SleepLevel.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceSleepResponse: _TypeAlias = AdminServiceSleepResponse  # noqa: Y015
+
+@_typing.final
+class AdminServiceWakeUpRequest(_message.Message):
+    """Has the workers take their memory again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceWakeUpRequest: _TypeAlias = AdminServiceWakeUpRequest  # noqa: Y015
+
+@_typing.final
+class AdminServiceWakeUpResponse(_message.Message):
+    """Requests are served."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceWakeUpResponse: _TypeAlias = AdminServiceWakeUpResponse  # noqa: Y015

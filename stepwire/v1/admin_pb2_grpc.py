@@ -72,6 +72,16 @@ class AdminServiceStub:
                 request_serializer=stepwire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=stepwire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/stepwire.v1.AdminService/Sleep',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceSleepRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceSleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/stepwire.v1.AdminService/WakeUp',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceWakeUpRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceWakeUpResponse.FromString,
+                _registered_method=True)
         self.ListAdapters = channel.unary_unary(
                 '/stepwire.v1.AdminService/ListAdapters',
                 request_serializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceListAdaptersRequest.SerializeToString,
@@ -142,6 +152,23 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Has the workers give their devices' memory back, once nothing runs: sequences that run are finished, or preempted
+        until WakeUp, as the scheduler's settings say; so is whether requests that arrive meanwhile wait or are refused. A
+        caller that leaves while sequences still run undoes it. Sleeping already, it may go deeper.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Has the workers take their memory again, and goes on. Where one cannot, all sleep on, and it may be tried again. Goes
+        on when the caller leaves. Bounded by the storage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListAdapters(self, request, context):
         """Lists the adapters. Answers at once.
         """
@@ -186,6 +213,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=stepwire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=stepwire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceSleepRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceSleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceWakeUpRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceWakeUpResponse.SerializeToString,
             ),
             'ListAdapters': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAdapters,
@@ -385,6 +422,60 @@ class AdminService:
             '/stepwire.v1.AdminService/UnloadAdapter',
             stepwire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
             stepwire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.AdminService/Sleep',
+            stepwire_dot_v1_dot_admin__pb2.AdminServiceSleepRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.AdminServiceSleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.AdminService/WakeUp',
+            stepwire_dot_v1_dot_admin__pb2.AdminServiceWakeUpRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.AdminServiceWakeUpResponse.FromString,
             options,
             channel_credentials,
             insecure,

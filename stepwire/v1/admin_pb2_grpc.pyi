@@ -64,6 +64,15 @@ class AdminServiceStub:
     """Takes an adapter away once no request has it any more. Where some do, it is refused with FAILED_PRECONDITION, or
     waits for them, as asked; then new requests do not find it, and it goes on when the caller leaves.
     """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceSleepRequest, _admin_pb2.AdminServiceSleepResponse]
+    """Has the workers give their devices' memory back, once nothing runs: sequences that run are finished, or preempted
+    until WakeUp, as the scheduler's settings say; so is whether requests that arrive meanwhile wait or are refused. A
+    caller that leaves while sequences still run undoes it. Sleeping already, it may go deeper.
+    """
+    WakeUp: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceWakeUpRequest, _admin_pb2.AdminServiceWakeUpResponse]
+    """Has the workers take their memory again, and goes on. Where one cannot, all sleep on, and it may be tried again. Goes
+    on when the caller leaves. Bounded by the storage.
+    """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceListAdaptersRequest, _admin_pb2.AdminServiceListAdaptersResponse]
     """Lists the adapters. Answers at once."""
 
@@ -102,6 +111,15 @@ class AdminServiceAsyncStub(AdminServiceStub):
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Takes an adapter away once no request has it any more. Where some do, it is refused with FAILED_PRECONDITION, or
     waits for them, as asked; then new requests do not find it, and it goes on when the caller leaves.
+    """
+    Sleep: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceSleepRequest, _admin_pb2.AdminServiceSleepResponse]  # type: ignore[assignment]
+    """Has the workers give their devices' memory back, once nothing runs: sequences that run are finished, or preempted
+    until WakeUp, as the scheduler's settings say; so is whether requests that arrive meanwhile wait or are refused. A
+    caller that leaves while sequences still run undoes it. Sleeping already, it may go deeper.
+    """
+    WakeUp: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceWakeUpRequest, _admin_pb2.AdminServiceWakeUpResponse]  # type: ignore[assignment]
+    """Has the workers take their memory again, and goes on. Where one cannot, all sleep on, and it may be tried again. Goes
+    on when the caller leaves. Bounded by the storage.
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceListAdaptersRequest, _admin_pb2.AdminServiceListAdaptersResponse]  # type: ignore[assignment]
     """Lists the adapters. Answers at once."""
@@ -180,6 +198,27 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]:
         """Takes an adapter away once no request has it any more. Where some do, it is refused with FAILED_PRECONDITION, or
         waits for them, as asked; then new requests do not find it, and it goes on when the caller leaves.
+        """
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _admin_pb2.AdminServiceSleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceSleepResponse, _abc.Awaitable[_admin_pb2.AdminServiceSleepResponse]]:
+        """Has the workers give their devices' memory back, once nothing runs: sequences that run are finished, or preempted
+        until WakeUp, as the scheduler's settings say; so is whether requests that arrive meanwhile wait or are refused. A
+        caller that leaves while sequences still run undoes it. Sleeping already, it may go deeper.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeUp(
+        self,
+        request: _admin_pb2.AdminServiceWakeUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceWakeUpResponse, _abc.Awaitable[_admin_pb2.AdminServiceWakeUpResponse]]:
+        """Has the workers take their memory again, and goes on. Where one cannot, all sleep on, and it may be tried again. Goes
+        on when the caller leaves. Bounded by the storage.
         """
 
     @_abc_1.abstractmethod

@@ -63,6 +63,8 @@ class _ModelStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelState
     """Workers failed; the log and GetModel's callers' errors say why."""
     MODEL_STATE_RECOVERING: _ModelState.ValueType  # 5
     """A worker was lost: its group is made ready again. Requests are taken, and wait; those that run pause."""
+    MODEL_STATE_SLEEPING: _ModelState.ValueType  # 6
+    """Its workers have given their devices' memory back, or are about to: requests wait, or are refused, as set."""
 
 class ModelState(_ModelState, metaclass=_ModelStateEnumTypeWrapper):
     """How a model stands."""
@@ -79,6 +81,8 @@ MODEL_STATE_FAILED: ModelState.ValueType  # 4
 """Workers failed; the log and GetModel's callers' errors say why."""
 MODEL_STATE_RECOVERING: ModelState.ValueType  # 5
 """A worker was lost: its group is made ready again. Requests are taken, and wait; those that run pause."""
+MODEL_STATE_SLEEPING: ModelState.ValueType  # 6
+"""Its workers have given their devices' memory back, or are about to: requests wait, or are refused, as set."""
 Global___ModelState: _TypeAlias = ModelState  # noqa: Y015
 
 @_typing.final

@@ -56,6 +56,30 @@ PHASE_READY: Phase.ValueType  # 5
 """It executes steps."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
+class _SleepLevel:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SleepLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SleepLevel.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SLEEP_LEVEL_UNSPECIFIED: _SleepLevel.ValueType  # 0
+    """It does not sleep."""
+    SLEEP_LEVEL_KEEP_WEIGHTS: _SleepLevel.ValueType  # 1
+    """The KV tensors; weights and adapters are in host memory."""
+    SLEEP_LEVEL_DROP_WEIGHTS: _SleepLevel.ValueType  # 2
+    """The weights too: they are loaded again, from the restart store where it has them. Adapters are forgotten."""
+
+class SleepLevel(_SleepLevel, metaclass=_SleepLevelEnumTypeWrapper):
+    """What a worker that sleeps has given back; a greater one is deeper."""
+
+SLEEP_LEVEL_UNSPECIFIED: SleepLevel.ValueType  # 0
+"""It does not sleep."""
+SLEEP_LEVEL_KEEP_WEIGHTS: SleepLevel.ValueType  # 1
+"""The KV tensors; weights and adapters are in host memory."""
+SLEEP_LEVEL_DROP_WEIGHTS: SleepLevel.ValueType  # 2
+"""The weights too: they are loaded again, from the restart store where it has them. Adapters are forgotten."""
+Global___SleepLevel: _TypeAlias = SleepLevel  # noqa: Y015
+
 @_typing.final
 class InitDeviceRequest(_message.Message):
     """Takes a worker into an epoch, on a device."""
@@ -1524,6 +1548,93 @@ class PrepareGrammarResponse(_message.Message):
 Global___PrepareGrammarResponse: _TypeAlias = PrepareGrammarResponse  # noqa: Y015
 
 @_typing.final
+class SleepRequest(_message.Message):
+    """Gives memory back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The worker's epoch."""
+    level: Global___SleepLevel.ValueType
+    """How much."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        level: Global___SleepLevel.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepResponse(_message.Message):
+    """The worker sleeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    level: Global___SleepLevel.ValueType
+    """What it has given back: no less than asked for."""
+    def __init__(
+        self,
+        *,
+        level: Global___SleepLevel.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
+
+@_typing.final
+class WakeUpRequest(_message.Message):
+    """Takes the memory again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The worker's epoch."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpRequest: _TypeAlias = WakeUpRequest  # noqa: Y015
+
+@_typing.final
+class WakeUpResponse(_message.Message):
+    """The worker is ready for steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpResponse: _TypeAlias = WakeUpResponse  # noqa: Y015
+
+@_typing.final
 class ResetRequest(_message.Message):
     """Takes a worker back to an earlier phase."""
 
@@ -1611,6 +1722,7 @@ class GetStatusResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     SCHEDULER_ID_FIELD_NUMBER: _builtins.int
+    SLEEP_LEVEL_FIELD_NUMBER: _builtins.int
     phase: Global___Phase.ValueType
     """Its phase."""
     epoch: _builtins.int
@@ -1637,6 +1749,8 @@ class GetStatusResponse(_message.Message):
     """Most tokens of prompt and output together that its KV cache was made for."""
     scheduler_id: _builtins.str
     """Who owns its epoch; empty before InitDevice."""
+    sleep_level: Global___SleepLevel.ValueType
+    """What it has given back while it sleeps."""
     def __init__(
         self,
         *,
@@ -1653,10 +1767,11 @@ class GetStatusResponse(_message.Message):
         block_size: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         scheduler_id: _builtins.str = ...,
+        sleep_level: Global___SleepLevel.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "cache_bytes", b"cache_bytes", "epoch", b"epoch", "fingerprint", b"fingerprint", "host", b"host", "last_step_id", b"last_step_id", "max_model_len", b"max_model_len", "phase", b"phase", "process_id", b"process_id", "scheduler_id", b"scheduler_id", "sequence_count", b"sequence_count", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "cache_bytes", b"cache_bytes", "epoch", b"epoch", "fingerprint", b"fingerprint", "host", b"host", "last_step_id", b"last_step_id", "max_model_len", b"max_model_len", "phase", b"phase", "process_id", b"process_id", "scheduler_id", b"scheduler_id", "sequence_count", b"sequence_count", "sleep_level", b"sleep_level", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

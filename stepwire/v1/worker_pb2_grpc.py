@@ -99,6 +99,16 @@ class WorkerServiceStub:
                 request_serializer=stepwire_dot_v1_dot_worker__pb2.PrepareGrammarRequest.SerializeToString,
                 response_deserializer=stepwire_dot_v1_dot_worker__pb2.PrepareGrammarResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/stepwire.v1.WorkerService/Sleep',
+                request_serializer=stepwire_dot_v1_dot_worker__pb2.SleepRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_worker__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/stepwire.v1.WorkerService/WakeUp',
+                request_serializer=stepwire_dot_v1_dot_worker__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_worker__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
         self.Reset = channel.unary_unary(
                 '/stepwire.v1.WorkerService/Reset',
                 request_serializer=stepwire_dot_v1_dot_worker__pb2.ResetRequest.SerializeToString,
@@ -217,6 +227,23 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Gives the device's memory back, KV tensors and, as asked, weights. Only with no sequence known and no step in
+        flight, else FAILED_PRECONDITION. Phase, epoch and step stream stay; until WakeUp a step is refused. Repeating it
+        changes nothing, except that a deeper level gives back more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Takes the memory again, and the weights: what Sleep gave back is as it was, but for the content of the cache.
+        Where they do not fit any more it fails and the worker sleeps on. Bounded by the storage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Reset(self, request, context):
         """Drops sequences, cache or model: takes the worker back to an earlier phase and
         into a new epoch.
@@ -294,6 +321,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.PrepareGrammar,
                     request_deserializer=stepwire_dot_v1_dot_worker__pb2.PrepareGrammarRequest.FromString,
                     response_serializer=stepwire_dot_v1_dot_worker__pb2.PrepareGrammarResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=stepwire_dot_v1_dot_worker__pb2.SleepRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_worker__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=stepwire_dot_v1_dot_worker__pb2.WakeUpRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_worker__pb2.WakeUpResponse.SerializeToString,
             ),
             'Reset': grpc.unary_unary_rpc_method_handler(
                     servicer.Reset,
@@ -635,6 +672,60 @@ class WorkerService:
             '/stepwire.v1.WorkerService/PrepareGrammar',
             stepwire_dot_v1_dot_worker__pb2.PrepareGrammarRequest.SerializeToString,
             stepwire_dot_v1_dot_worker__pb2.PrepareGrammarResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.WorkerService/Sleep',
+            stepwire_dot_v1_dot_worker__pb2.SleepRequest.SerializeToString,
+            stepwire_dot_v1_dot_worker__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.WorkerService/WakeUp',
+            stepwire_dot_v1_dot_worker__pb2.WakeUpRequest.SerializeToString,
+            stepwire_dot_v1_dot_worker__pb2.WakeUpResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -85,6 +85,15 @@ class WorkerServiceStub:
     """Compiles a grammar, beside the steps and off the device, so that sequences may use it. A grammar that is held is
     answered at once. Seconds at most. In phases from PHASE_LOADED on; a grammar outlives a Reset that keeps the model.
     """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SleepRequest, _worker_pb2.SleepResponse]
+    """Gives the device's memory back, KV tensors and, as asked, weights. Only with no sequence known and no step in
+    flight, else FAILED_PRECONDITION. Phase, epoch and step stream stay; until WakeUp a step is refused. Repeating it
+    changes nothing, except that a deeper level gives back more.
+    """
+    WakeUp: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WakeUpRequest, _worker_pb2.WakeUpResponse]
+    """Takes the memory again, and the weights: what Sleep gave back is as it was, but for the content of the cache.
+    Where they do not fit any more it fails and the worker sleeps on. Bounded by the storage.
+    """
     Reset: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetRequest, _worker_pb2.ResetResponse]
     """Drops sequences, cache or model: takes the worker back to an earlier phase and
     into a new epoch.
@@ -148,6 +157,15 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     PrepareGrammar: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareGrammarRequest, _worker_pb2.PrepareGrammarResponse]  # type: ignore[assignment]
     """Compiles a grammar, beside the steps and off the device, so that sequences may use it. A grammar that is held is
     answered at once. Seconds at most. In phases from PHASE_LOADED on; a grammar outlives a Reset that keeps the model.
+    """
+    Sleep: _aio.UnaryUnaryMultiCallable[_worker_pb2.SleepRequest, _worker_pb2.SleepResponse]  # type: ignore[assignment]
+    """Gives the device's memory back, KV tensors and, as asked, weights. Only with no sequence known and no step in
+    flight, else FAILED_PRECONDITION. Phase, epoch and step stream stay; until WakeUp a step is refused. Repeating it
+    changes nothing, except that a deeper level gives back more.
+    """
+    WakeUp: _aio.UnaryUnaryMultiCallable[_worker_pb2.WakeUpRequest, _worker_pb2.WakeUpResponse]  # type: ignore[assignment]
+    """Takes the memory again, and the weights: what Sleep gave back is as it was, but for the content of the cache.
+    Where they do not fit any more it fails and the worker sleeps on. Bounded by the storage.
     """
     Reset: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetRequest, _worker_pb2.ResetResponse]  # type: ignore[assignment]
     """Drops sequences, cache or model: takes the worker back to an earlier phase and
@@ -281,6 +299,27 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.PrepareGrammarResponse, _abc.Awaitable[_worker_pb2.PrepareGrammarResponse]]:
         """Compiles a grammar, beside the steps and off the device, so that sequences may use it. A grammar that is held is
         answered at once. Seconds at most. In phases from PHASE_LOADED on; a grammar outlives a Reset that keeps the model.
+        """
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _worker_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SleepResponse, _abc.Awaitable[_worker_pb2.SleepResponse]]:
+        """Gives the device's memory back, KV tensors and, as asked, weights. Only with no sequence known and no step in
+        flight, else FAILED_PRECONDITION. Phase, epoch and step stream stay; until WakeUp a step is refused. Repeating it
+        changes nothing, except that a deeper level gives back more.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeUp(
+        self,
+        request: _worker_pb2.WakeUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.WakeUpResponse, _abc.Awaitable[_worker_pb2.WakeUpResponse]]:
+        """Takes the memory again, and the weights: what Sleep gave back is as it was, but for the content of the cache.
+        Where they do not fit any more it fails and the worker sleeps on. Bounded by the storage.
         """
 
     @_abc_1.abstractmethod

@@ -21,6 +21,7 @@ from worker_service.runtime.report import (
     Phase,
     Profile,
     ProfileRow,
+    SleepLevel,
 )
 from worker_service.runtime.step import Logprobs, NewSequence, StateMismatch, StepInput, StepOutput, nobody_waits
 
@@ -85,6 +86,7 @@ class FakeRuntime:
     others_are_warm: bool = True
     collective_cost: CollectiveCost = field(default_factory=CollectiveCost)
     profiled: int = 0
+    slept: list[SleepLevel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._adapters = FakeAdapters(self)
@@ -165,6 +167,18 @@ class FakeRuntime:
     def stop_profile(self) -> Profile:
         self._begin("stop_profile")
         return Profile(2, (ProfileRow("layer 0", "aten::mm", 4, 1000, 2000),), b"t" * (1 << 20) + b"race")
+
+    def sleep(self, level: SleepLevel) -> None:
+        self._begin("sleep")
+        self.slept.append(level)
+
+    def wake_up(self, cancelled: Callable[[], bool]) -> None:
+        self.calls.append("wake_up")
+        gate = self.gates.get("wake_up")
+        while gate is not None and not gate.wait(0.005):
+            if cancelled():
+                raise LoadCancelled
+        self._fail("wake_up")
 
     def reset(self, phase: Phase) -> None:
         self._begin("reset")

@@ -144,6 +144,7 @@ class FakeWorker:
     block_size: int = 0
     max_model_len: int = 0
     last_step_id: int = 0
+    sleep_level: int = 0
     steps: list[pb.Step] = field(default_factory=list)
     sequences: dict[int, FakeSequence] = field(default_factory=dict)
     slots: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -168,6 +169,7 @@ class FakeWorker:
 
     def execute(self, step: pb.Step) -> pb.StepResult:
         """Runs a step. Raises StepwireError STATE_MISMATCH for one that no correct scheduler sends."""
+        _require(not self.sleep_level, "it sleeps")
         _require(step.step_id == self.last_step_id + 1, f"step {step.step_id} after {self.last_step_id}")
         self.last_step_id = step.step_id
         self.steps.append(step)
@@ -432,9 +434,27 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._worker.grammars[request.grammar_key] = request
         return pb.PrepareGrammarResponse(already_held=already_held)
 
+    async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
+        worker = self._worker
+        self._enter("Sleep", context, request.epoch)
+        self._need("Sleep", pb.PHASE_READY)
+        _require(not worker.sequences, "sequences are known")
+        worker.slots.clear()
+        worker.sleep_level = request.level
+        return pb.SleepResponse(level=request.level)
+
+    async def WakeUp(self, request: pb.WakeUpRequest, context: Any) -> pb.WakeUpResponse:
+        self._enter("WakeUp", context, request.epoch)
+        self._need("WakeUp", pb.PHASE_READY)
+        self._worker.sleep_level = 0
+        return pb.WakeUpResponse()
+
     async def Reset(self, request: pb.ResetRequest, context: Any) -> pb.ResetResponse:
         self._enter("Reset", context)
         self._begin_epoch(request.epoch, request.scheduler_id)
+        if self._worker.sleep_level:
+            self._worker.phase = min(self._worker.phase, pb.PHASE_LOADED)
+        self._worker.sleep_level = 0
         self._worker.phase = min(self._worker.phase, request.to)
         if self._worker.phase < pb.PHASE_CACHED:
             self._worker.num_blocks = self._worker.block_size = self._worker.max_model_len = 0

@@ -17,6 +17,7 @@ from scheduler_service.engine.flight import FlightFacts, FlightRecorder
 from scheduler_service.engine.grammars import GrammarChecker
 from scheduler_service.engine.recovery import EpochObserver, LifePlan
 from scheduler_service.engine.served import ServedModel
+from scheduler_service.engine.sleep import SleepRule
 from scheduler_service.engine.start import GroupStarter, StartPlan
 from scheduler_service.engine.supervision import Supervision
 from scheduler_service.engine.template import ChatTemplate
@@ -112,6 +113,7 @@ async def running_scheduler(
     max_adapters: int = 64,
     grammar_timeout_s: float = 20.0,
     num_replicas: int = 1,
+    sleep_rule: SleepRule = SleepRule(),  # noqa: B008 - a frozen value
     **plan_changes: Any,
 ) -> AsyncIterator[RunningScheduler]:
     """A scheduler that serves; with an `admin_key` it has AdminService."""
@@ -121,7 +123,7 @@ async def running_scheduler(
         await worker_server.start(tracer_provider)
     tracer = get_tracer(tracer_provider)
     metrics = Metrics()
-    engine = Engine(MODEL, tracer, tenants or TenantRules(), metrics, max_adapters=max_adapters)
+    engine = Engine(MODEL, tracer, tenants or TenantRules(), metrics, max_adapters=max_adapters, sleep_rule=sleep_rule)
     plan = start_plan(**plan_changes)
     clients: list[WorkerClient] = []
 

@@ -25,11 +25,12 @@ from worker_service.rpc.metrics import WorkerMetrics
 from worker_service.rpc.paths import ModelRoots
 from worker_service.rpc.ports import Runtime
 from worker_service.rpc.progress import LoadProgress, WarmUpProgress, record_phases, seconds_of_phases
+from worker_service.rpc.sleep import SleepCalls
 from worker_service.rpc.spans import SequenceSpans
 from worker_service.rpc.state import Cached, Loaded, Measured, Place, Warm, WorkerState
 from worker_service.rpc.stream import StepSession
 from worker_service.runtime.grammars import Preparation
-from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase
+from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, SleepLevel
 
 T = TypeVar("T")
 
@@ -78,6 +79,7 @@ class Lifecycle:
         self._on_hang = on_hang
         self._lock = asyncio.Lock()
         self.adapters = AdapterCalls(self.state, device, roots, self._change)
+        self._sleep = SleepCalls(self.state, device, lambda: self.session)
         self._changes: set[asyncio.Task[Any]] = set()
         self._loads: set[LoadProgress] = set()
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
@@ -138,6 +140,22 @@ class Lifecycle:
         check_grammar(key, grammar, live_keys, revision)
         prepare = partial(runtime.prepare_grammar, key, grammar, tuple(live_keys), revision)
         return await asyncio.get_running_loop().run_in_executor(self._grammar_thread, prepare)
+
+    async def sleep(self, epoch: int, level: SleepLevel) -> SleepLevel:
+        """READY stays READY; gives the device's memory back. Answers the level in force."""
+        return await self._change(self._sleep.sleep(epoch, level))
+
+    async def wake_up(self, epoch: int) -> None:
+        """Takes the memory again."""
+        await self._change(self._wake_up(epoch))
+
+    async def _wake_up(self, epoch: int) -> None:
+        progress = LoadProgress()
+        self._loads.add(progress)
+        try:
+            await self._sleep.wake_up(epoch, progress)
+        finally:
+            self._loads.discard(progress)
 
     def ready_session(self, epoch: int) -> StepSession:
         """The session that a step stream joins. Raises StepwireError STALE_EPOCH or WRONG_PHASE."""
@@ -332,7 +350,7 @@ class Lifecycle:
             raise state.wrong_phase("Reset", to, remedy=remedy)
         self._interrupt(stale_epoch(held=epoch, got=state.epoch))
         state.take_epoch(epoch, scheduler_id)
-        target = min(state.phase, to)
+        target = min(state.kept_phase, to)
         if state.phase > Phase.STARTING:
             await self._device.run(partial(_reset_runtime, to=target))
         state.drop_to(target)

@@ -7,7 +7,16 @@ from typing import Protocol
 from loader.shares import RankPlace
 from worker_service.runtime.adapters import AdapterTable, HostAdapter
 from worker_service.runtime.grammars import Preparation
-from worker_service.runtime.report import CollectiveCost, DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
+from worker_service.runtime.report import (
+    CollectiveCost,
+    DeviceInfo,
+    LoadSummary,
+    Meeting,
+    MemoryReport,
+    Phase,
+    Profile,
+    SleepLevel,
+)
 from worker_service.runtime.step import StepInput, StepOutput
 
 
@@ -90,6 +99,14 @@ class Runtime(Protocol):
 
     def prepare_grammar(self, key: bytes, grammar: str, live_keys: Sequence[bytes], revision: int) -> Preparation:
         """Compiles a grammar unless it is held; see GrammarStore.prepare. From any thread."""
+        ...
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Gives back the device's memory."""
+        ...
+
+    def wake_up(self, cancelled: Callable[[], bool]) -> None:
+        """Takes it again; sleeps on when it raises."""
         ...
 
     def reset(self, phase: Phase) -> None:

@@ -21,7 +21,7 @@ from worker_service.rpc.ports import Runtime
 from worker_service.rpc.profile import start_profile, stop_profile
 from worker_service.rpc.progress import LoadProgress, WarmUpProgress, changes
 from worker_service.rpc.state import Place, Warm
-from worker_service.runtime.report import LoadSummary, Phase
+from worker_service.runtime.report import LoadSummary, Phase, SleepLevel
 
 SERVICE_NAME = "stepwire.v1.WorkerService"
 
@@ -30,6 +30,10 @@ _log = structlog.stdlib.get_logger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 _RESET_TARGETS: Mapping[int, Phase] = {int(phase): phase for phase in (Phase.INITIALISED, Phase.LOADED, Phase.CACHED)}
+
+_SLEEP_LEVELS: Mapping[int, SleepLevel] = {
+    int(level): level for level in (SleepLevel.KEEP_WEIGHTS, SleepLevel.DROP_WEIGHTS)
+}
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -209,6 +213,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             )
         return worker_pb2.PrepareGrammarResponse(already_held=done.already_held, duration_ns=done.duration_ns)
 
+    async def Sleep(self, request: worker_pb2.SleepRequest, _context: _Context) -> worker_pb2.SleepResponse:
+        """See worker.proto."""
+        with self._call():
+            if request.level not in _SLEEP_LEVELS:
+                names = ", ".join(f"SLEEP_LEVEL_{level.name}" for level in _SLEEP_LEVELS.values())
+                metadata = {"field": "level", "found": str(request.level), "expected": names}
+                raise StepwireError("FIELD_INVALID", f"level is {request.level}; expected one of {names}", metadata)
+            level = await self._lifecycle.sleep(request.epoch, _SLEEP_LEVELS[request.level])
+        return worker_pb2.SleepResponse(level=worker_pb2.SleepLevel.ValueType(level))
+
+    async def WakeUp(self, request: worker_pb2.WakeUpRequest, _context: _Context) -> worker_pb2.WakeUpResponse:
+        """See worker.proto."""
+        with self._call():
+            await self._lifecycle.wake_up(request.epoch)
+        return worker_pb2.WakeUpResponse()
+
     async def Reset(self, request: worker_pb2.ResetRequest, _context: _Context) -> worker_pb2.ResetResponse:
         """See worker.proto."""
         with self._call():
@@ -240,6 +260,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 block_size=0 if state.cached is None else state.cached.block_size,
                 max_model_len=0 if state.cached is None else state.cached.max_model_len,
                 scheduler_id=state.scheduler_id,
+                sleep_level=worker_pb2.SleepLevel.ValueType(state.sleep_level),
             )
 
     @contextmanager

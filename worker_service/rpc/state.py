@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from stepwire.rpc.errors import StepwireError
 from worker_service.rpc.guard import stale_epoch
-from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase
+from worker_service.runtime.report import DeviceInfo, LoadSummary, MemoryReport, Phase, SleepLevel
 
 MAX_SCHEDULER_ID_LEN = 256
 
@@ -89,6 +89,7 @@ class WorkerState:
     measured: Measured | None = None
     cached: Cached | None = None
     warm: Warm | None = None
+    sleep_level: SleepLevel = SleepLevel.AWAKE
 
     def is_new_epoch(self, epoch: int, scheduler_id: str) -> bool:
         """Whether a call that carries this epoch begins it, rather than repeats the call that did. Changes nothing.
@@ -144,9 +145,17 @@ class WorkerState:
             {"call": call, "held": self.phase.name, "needed": needed.name, "remedy": remedy},
         )
 
+    @property
+    def kept_phase(self) -> Phase:
+        """The latest phase that what it holds now is good for."""
+        if self.sleep_level is SleepLevel.AWAKE:
+            return self.phase
+        return Phase.LOADED if self.sleep_level is SleepLevel.KEEP_WEIGHTS else Phase.INITIALISED
+
     def drop_to(self, phase: Phase) -> None:
         """Goes back to `phase`, forgetting what later phases brought; a phase not yet passed changes nothing."""
         self.phase = min(self.phase, phase)
+        self.sleep_level = SleepLevel.AWAKE
         if phase < Phase.CACHED:
             self.cached = self.warm = None
         if phase < Phase.LOADED:

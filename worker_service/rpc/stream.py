@@ -60,6 +60,7 @@ class StepSession:
         self.is_output = is_output
         self.max_in_flight = max(MAX_STEPS_IN_FLIGHT, num_stages + 1)
         self.total_forward_ns = 0
+        self.is_asleep = False
         self._refused: set[int] = set()
         self._stream: StepStream | None = None
 
@@ -220,6 +221,9 @@ class StepStream:
         if session.guard.check(step.epoch, step.step_id) is Verdict.REPEAT:
             session.device.post(_nothing, partial(self._answer_again, step.step_id))
             return
+        if session.is_asleep:
+            text = f"step {step.step_id} needs the device's memory, which was given back; call WakeUp first"
+            raise StepwireError("WRONG_PHASE", text, {"call": "ExecuteModel", "held": "asleep"})
         values = step_input(step)
         check_step(values, session.limits)
         values, errors = session.admit(values)

@@ -89,6 +89,11 @@ class AdapterTable:
         if resident is not None and not resident.num_users:
             self._evict(resident)
 
+    def leave_device(self) -> None:
+        """Takes all adapters out of their slots; no sequence may have one."""
+        for resident in list(self._resident.values()):
+            self._evict(resident)
+
     def reports(self) -> list[AdapterReport]:
         """All that can be used, in the order in which they were added."""
         return [self._report(host) for host in self._hosts.values()]

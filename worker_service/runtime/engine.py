@@ -13,6 +13,7 @@ from worker_service.models.registry import build_model
 from worker_service.runtime.adapters import PackedAdapter
 from worker_service.runtime.executor import Executor, TorchExecutor, context_bytes
 from worker_service.runtime.group import RankGroup
+from worker_service.runtime.held_tensors import replace_tensors
 from worker_service.runtime.kv_cache import CacheShape, KvCache
 
 
@@ -53,6 +54,10 @@ class Engine(Protocol):
 
     def attach_adapter(self, packed: PackedAdapter) -> object:
         """Brings what was packed to the device; answers what the executors take as `ResidentAdapter.weights`."""
+        ...
+
+    def move_weights(self, device: torch.device) -> None:
+        """Holds its weights on a device from now on: in host memory, or where it computes. Its executors are gone."""
         ...
 
     def context_bytes(self, context: int) -> int:
@@ -122,6 +127,10 @@ class TorchEngine:
             name: Factors(each.a.to(self._device), each.b.to(self._device), each.scaling)
             for name, each in plain.items()
         }
+
+    def move_weights(self, device: torch.device) -> None:
+        """See Engine."""
+        replace_tensors(self._model, lambda tensor: tensor.to(device))
 
     def context_bytes(self, context: int) -> int:
         """See Engine."""

@@ -88,6 +88,9 @@ class NativeEngine:
         """See Engine."""
         return packed.weights
 
+    def move_weights(self, device: torch.device) -> None:
+        """Nothing to do: they are in host memory always."""
+
     def context_bytes(self, context: int) -> int:  # noqa: ARG002
         """Nothing: keys and values are read where they lie."""
         return 0

@@ -45,6 +45,14 @@ class DeviceInfo:
     rendezvous: str = ""
 
 
+class SleepLevel(IntEnum):
+    """What a worker that sleeps has given back; the numbers are those of worker.proto."""
+
+    AWAKE = 0
+    KEEP_WEIGHTS = 1
+    DROP_WEIGHTS = 2
+
+
 @dataclass(frozen=True, slots=True)
 class LoadPhase:
     """A part of a load; see LoadPhase in worker.proto."""

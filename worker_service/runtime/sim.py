@@ -27,7 +27,16 @@ from worker_service.runtime.adapters import NoAdapters
 from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.grammars import Preparation
-from worker_service.runtime.report import CollectiveCost, DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
+from worker_service.runtime.report import (
+    CollectiveCost,
+    DeviceInfo,
+    LoadSummary,
+    Meeting,
+    MemoryReport,
+    Phase,
+    Profile,
+    SleepLevel,
+)
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.step import (
@@ -216,6 +225,14 @@ class SimRuntime:
         """Raises RuntimeFailure "unsupported"."""
         del key, grammar, live_keys, revision
         raise RuntimeFailure("unsupported", _NO_GRAMMARS)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Drops the sequences: there is no memory to give back. Forgets no weights, since it reads none."""
+        del level
+        self._need_runner().drop_sequences()
+
+    def wake_up(self, cancelled: Callable[[], bool]) -> None:
+        """Everything is there."""
 
     def reset(self, phase: Phase) -> None:
         """Goes back to an earlier phase, and drops what later ones took."""

@@ -1,7 +1,7 @@
 """The runtime as the worker service uses it: one call for each phase, then steps."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -34,9 +34,19 @@ from worker_service.runtime.model_adapters import AdapterSettings, ModelAdapters
 from worker_service.runtime.native import NativeEngine, native_pool
 from worker_service.runtime.preload import check_before_load
 from worker_service.runtime.profiling import StepProfiler
-from worker_service.runtime.report import CollectiveCost, DeviceInfo, LoadSummary, Meeting, MemoryReport, Phase, Profile
+from worker_service.runtime.report import (
+    CollectiveCost,
+    DeviceInfo,
+    LoadSummary,
+    Meeting,
+    MemoryReport,
+    Phase,
+    Profile,
+    SleepLevel,
+)
 from worker_service.runtime.restart_store import RestartStore
 from worker_service.runtime.runner import ModelRunner
+from worker_service.runtime.sleep import Asleep, LoadSource, give_back
 from worker_service.runtime.step import Sampling, StepInput, StepOutput, nobody_waits
 
 T = TypeVar("T")
@@ -73,6 +83,7 @@ class _Loaded:
     mapped_bytes: int
     adapters: ModelAdapters
     grammars: GrammarStore
+    source: LoadSource
 
 
 class WorkerRuntime:
@@ -94,6 +105,7 @@ class WorkerRuntime:
         self._executor: Executor | None = None
         self._runner: ModelRunner | None = None
         self._profiler: StepProfiler | None = None
+        self._asleep: Asleep | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -175,7 +187,8 @@ class WorkerRuntime:
         limit_bytes = MemoryBudget.of(self._settings).limit_bytes(device)
         check_before_load(checkpoint, self._place, chosen, device, limit_bytes, rounding)
         self.reset(Phase.INITIALISED)
-        self._loaded = loaded = self._load(LoadJob(checkpoint, self._place, chosen, device, rounding), phases)
+        source = LoadSource(path, dtype, quantize, checkpoint.fingerprint)
+        self._loaded = loaded = self._load(LoadJob(checkpoint, self._place, chosen, device, rounding), phases, source)
         return self._summary(loaded, already_loaded=False, phases=phases)
 
     def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
@@ -208,7 +221,7 @@ class WorkerRuntime:
 
     def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> int:
         """Allocates the KV tensors and answers their bytes. Raises RuntimeFailure "out_of_memory" or "invalid"."""
-        loaded = self._need_model()
+        self._need_model()
         for name, value, high in (
             ("block_count", num_blocks, 2**31),
             ("block_size", block_size, 2**16),
@@ -217,6 +230,10 @@ class WorkerRuntime:
             if not 1 <= value <= high:
                 raise RuntimeFailure("invalid", f"{name} {value} lies outside 1 to {high}", {"field": name})
         self.reset(Phase.LOADED)
+        return self._make_cache(num_blocks, block_size, max_model_len)
+
+    def _make_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> int:
+        loaded = self._need_model()
         check_cache_fits(self._need_device(), num_blocks * block_size * loaded.engine.kv_bytes_per_token)
         self._executor = loaded.engine.executor(num_blocks, block_size, max_model_len)
         self._runner = ModelRunner(
@@ -272,10 +289,65 @@ class WorkerRuntime:
 
     def prepare_grammar(self, key: bytes, grammar: str, live_keys: Sequence[bytes], revision: int) -> Preparation:
         """See GrammarStore.prepare. From any thread: what is compiled for a model that goes meanwhile goes with it."""
-        return self._need_model().grammars.prepare(key, grammar, live_keys, revision)
+        asleep = self._asleep
+        grammars = self._need_model().grammars if asleep is None else asleep.grammars
+        return grammars.prepare(key, grammar, live_keys, revision)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Gives back the KV tensors and, as `level` says, the weights. No sequence may be known."""
+        device, asleep = self._need_device(), self._asleep
+        if asleep is None:
+            runner, executor = self._need_runner(), self._need_executor()
+            sizes = (executor.num_blocks, executor.block_size, runner.max_model_len)
+            loaded = self._need_model()
+            self._asleep = asleep = Asleep(sizes, loaded.source, loaded.grammars)
+        self._runner = self._executor = None
+        if level is SleepLevel.DROP_WEIGHTS:
+            self._loaded = None
+        elif self._loaded is not None:
+            self._loaded.adapters.table.leave_device()
+            self._loaded.engine.move_weights(torch.device("cpu"))
+        give_back(device)
+
+    def wake_up(self, cancelled: Callable[[], bool]) -> None:
+        """Takes memory and weights again; sleeps on when it raises.
+
+        Raises RuntimeFailure "out_of_memory", or "invalid" where the checkpoint has become another one; what
+        `load_model` raises where the weights were dropped.
+        """
+        asleep, device = self._asleep, self._need_device()
+        if asleep is None:
+            return
+        try:
+            if self._loaded is None:
+                self._load_again(asleep, cancelled)
+            else:
+                with explains_out_of_memory(device, "the weights", "end what holds it, or wake up later"):
+                    self._loaded.engine.move_weights(device)
+            self._make_cache(*asleep.sizes)
+        except BaseException:
+            self._asleep = asleep
+            raise
+        self._asleep = None
+
+    def _load_again(self, asleep: Asleep, cancelled: Callable[[], bool]) -> None:
+        source = asleep.source
+        # A reset on the way there must not end what sleeps.
+        self._asleep = None
+        summary = self.load_model(source.path, source.dtype, _nobody_watches, cancelled, source.quantize)
+        loaded, self._loaded = self._need_model(), None
+        loaded.grammars.close()
+        source.check(summary.fingerprint)
+        # What was compiled is of the tokenizer, and live requests count on it.
+        self._loaded = replace(loaded, grammars=asleep.grammars)
 
     def reset(self, phase: Phase) -> None:
         """Goes back to an earlier phase, and gives back what later ones took."""
+        asleep, self._asleep = self._asleep, None
+        if asleep is not None and self._loaded is None:
+            asleep.grammars.close()
+        elif asleep is not None and self._loaded is not None and phase >= Phase.LOADED:
+            self._loaded.engine.move_weights(self._need_device())
         if phase <= Phase.CACHED and self._runner is not None:
             self._runner.drop_sequences()
         if self._loaded is not None:
@@ -303,7 +375,7 @@ class WorkerRuntime:
             return NativeEngine(config, job.dtype, self._pool, job.place, self.group)
         return TorchEngine(config, job.place, job.dtype, job.device, self.group)
 
-    def _load(self, job: LoadJob, phases: LoadPhases) -> _Loaded:
+    def _load(self, job: LoadJob, phases: LoadPhases, source: LoadSource) -> _Loaded:
         path = job.checkpoint.path
         try:
             engine = self._make_engine(job)
@@ -322,6 +394,7 @@ class WorkerRuntime:
             held.mapped_bytes,
             adapters,
             grammars,
+            source,
         )
 
     def _summary(self, loaded: _Loaded, *, already_loaded: bool, phases: LoadPhases) -> LoadSummary:
@@ -364,6 +437,10 @@ class WorkerRuntime:
 def _num_mask_threads() -> int:
     # Beside a forward pass on these cores, or on another device while these idle.
     return max(1, min(4, usable_cores() // 2))
+
+
+def _nobody_watches(_phase: str, _done: int, _total: int) -> None:
+    """What is told of the progress of a load that wakes up."""
 
 
 def _present(value: T | None, what: str, call: str) -> T:

@@ -9,6 +9,7 @@ from scheduler_service.engine.engine import Engine
 from scheduler_service.rpc.admin.adapters import AdapterCalls, AdapterRoots
 from scheduler_service.rpc.admin.diagnosis import DiagnosisCalls
 from scheduler_service.rpc.admin.replicas import AddReplica, ReplicaCalls
+from scheduler_service.rpc.admin.sleep import SleepCalls
 from scheduler_service.rpc.admin.state import StateCalls
 from stepwire.v1 import admin_pb2, admin_pb2_grpc
 
@@ -25,6 +26,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._diagnosis = DiagnosisCalls(engine)
         self._replicas = ReplicaCalls(engine, add_replica)
         self._adapters = AdapterCalls(engine.adapters, adapter_roots)
+        self._sleep = SleepCalls(engine.sleeper)
 
     async def GetState(self, _request: admin_pb2.GetStateRequest, _context: _Context) -> admin_pb2.GetStateResponse:
         """See admin.proto."""
@@ -67,6 +69,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.UnloadAdapterResponse:
         """See admin.proto."""
         return await self._adapters.unload(request)
+
+    async def Sleep(
+        self, request: admin_pb2.AdminServiceSleepRequest, _context: _Context
+    ) -> admin_pb2.AdminServiceSleepResponse:
+        """See admin.proto."""
+        return await self._sleep.sleep(request)
+
+    async def WakeUp(
+        self, _request: admin_pb2.AdminServiceWakeUpRequest, _context: _Context
+    ) -> admin_pb2.AdminServiceWakeUpResponse:
+        """See admin.proto."""
+        return await self._sleep.wake_up()
 
     async def ListAdapters(
         self, _request: admin_pb2.AdminServiceListAdaptersRequest, _context: _Context

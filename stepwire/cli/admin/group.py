@@ -4,6 +4,7 @@ import click
 
 from stepwire.cli.admin.adapters import adapters, load_adapter, unload_adapter
 from stepwire.cli.admin.flight import flight
+from stepwire.cli.admin.sleep import sleep, wake
 from stepwire.cli.admin.state import state
 
 
@@ -12,5 +13,5 @@ def admin() -> None:
     """Operate a server that was started with an admin key (--admin-key, STEPWIRE_ADMIN_KEY)."""
 
 
-for command in (state, flight, adapters, load_adapter, unload_adapter):
+for command in (state, flight, adapters, load_adapter, unload_adapter, sleep, wake):
     admin.add_command(command)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from stepwire.rpc.errors import STATUS_DETAILS_KEY, StepwireError, to_status
-from stepwire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from stepwire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, worker_pb2
 
 KEY = "an-admin-key-of-some-length"
 
@@ -29,6 +29,14 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
     def UnloadAdapter(self, request: Any, _context: grpc.ServicerContext) -> admin_pb2.UnloadAdapterResponse:
         self.asked.append(request)
         return admin_pb2.UnloadAdapterResponse()
+
+    def Sleep(self, request: Any, _context: grpc.ServicerContext) -> admin_pb2.AdminServiceSleepResponse:
+        self.asked.append(request)
+        return admin_pb2.AdminServiceSleepResponse(level=request.level)
+
+    def WakeUp(self, request: Any, _context: grpc.ServicerContext) -> admin_pb2.AdminServiceWakeUpResponse:
+        self.asked.append(request)
+        return admin_pb2.AdminServiceWakeUpResponse()
 
     def ListAdapters(self, _request: Any, _context: grpc.ServicerContext) -> admin_pb2.AdminServiceListAdaptersResponse:
         adapters = [admin_pb2.Adapter(name=name, rank=4, leaving=name == "b") for name in "ab"]
@@ -102,3 +110,18 @@ def test_adapters_are_loaded_listed_and_unloaded(
     lines = run_command("admin", "adapters").stdout.splitlines()
     assert [line.split()[:2] for line in lines] == [["NAME", "RANK"], ["a", "4"], ["b", "(leaving)"]]
     assert [entry["name"] for entry in json.loads(run_command("admin", "adapters", "--json").stdout)] == ["a", "b"]
+
+
+def test_workers_are_put_to_sleep_and_woken(
+    run_command: Callable[..., Any], target: str, service: FakeAdmin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPWIRE_ADMIN_KEY", KEY)
+    monkeypatch.setenv("STEPWIRE_TARGET", target)
+    assert run_command("admin", "sleep").stdout == "the workers sleep\n"
+    run_command("admin", "sleep", "--drop-weights")
+    assert run_command("admin", "wake").stdout == "the workers are awake\n"
+    assert service.asked == [
+        admin_pb2.AdminServiceSleepRequest(level=worker_pb2.SLEEP_LEVEL_KEEP_WEIGHTS),
+        admin_pb2.AdminServiceSleepRequest(level=worker_pb2.SLEEP_LEVEL_DROP_WEIGHTS),
+        admin_pb2.AdminServiceWakeUpRequest(),
+    ]
