@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from benchmarks.ready import demo_model_path
 from benchmarks.report import Bar, report
 from benchmarks.serving import ServedProcess, percentile, served, worker_pids
 from stepwire.client import AsyncClient, Output, StepwireError
+from tests.support.tiny_checkpoint import make_tiny_llama
 
 NUM_STREAMS = 16
 NUM_KILLS, NUM_QUICK_KILLS = 50, 6
@@ -38,15 +39,15 @@ MAX_READY_S = 6.0
 LEAST_GAP_S, MOST_GAP_S = 7.0, 12.0
 _UNDER_WAY_S = 0.05
 _POLL_S = 0.01
-_LIMITS = ("--dtype=float32", "--max-model-len=1024", "--num-kv-blocks=512", "--max-num-batched-tokens=512")
+LIMITS = ("--dtype=float32", "--max-model-len=1024", "--num-kv-blocks=512", "--max-num-batched-tokens=512")
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A model, and how it is served."""
+    """A model, which `make` finds or makes in a folder, and how it is served."""
 
     name: str
-    model: Path
+    make: Callable[[Path], Path]
     flags: Sequence[str] = ()
 
 
@@ -116,9 +117,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the moments; 1 by default")
     options = parser.parse_args()
     setups = [setup for setup in all_setups() if not options.setup or setup.name in options.setup]
-    missing = [str(setup.model) for setup in setups if not setup.model.exists()]
-    if missing or not setups:
-        print(f"recovery: no setup of that name, or no model at {missing}; run `make setup`", file=sys.stderr)
+    if not setups or not demo_model_path().exists():
+        print(f"recovery: no setup of that name, or no model at {demo_model_path()}; run `make setup`", file=sys.stderr)
         return 2
     kills = (NUM_QUICK_KILLS, NUM_QUICK_IDLE_KILLS) if options.quick else (NUM_KILLS, NUM_IDLE_KILLS)
     outcomes = {setup.name: measure(setup, *kills, random.Random(options.seed)) for setup in setups}
@@ -127,7 +127,25 @@ def main() -> int:
 
 def all_setups() -> list[Setup]:
     """What is measured; a line more is a setup more."""
-    return [Setup("demo", demo_model_path())]
+    return [
+        Setup("demo", lambda _: demo_model_path()),
+        Setup("demo_pp2", lambda _: demo_model_path(), ("--pp=2",)),
+        # The demo model's 9 heads cannot be split in two; this one is of its size.
+        Setup("llama_tp2", _make_llama, ("--tp=2",)),
+    ]
+
+
+def _make_llama(folder: Path) -> Path:
+    return make_tiny_llama(
+        folder / "llama",
+        num_layers=30,
+        hidden_size=512,
+        heads=8,
+        kv_heads=4,
+        intermediate_size=1536,
+        vocab_size=49_152,
+        max_position_count=1024,
+    )
 
 
 def summary(outcomes: dict[str, Outcome]) -> tuple[dict[str, Bar], dict[str, object]]:
@@ -137,7 +155,7 @@ def summary(outcomes: dict[str, Outcome]) -> tuple[dict[str, Bar], dict[str, obj
     pauses = [pause for outcome in outcomes.values() for pause in outcome.pauses_s]
     ready = [seconds for outcome in outcomes.values() for seconds in outcome.ready_s]
     bars = {
-        "complete": Bar(1 - len(problems) / len(streams) if streams else None, 1.0),
+        "complete": Bar((len(streams) - len(problems)) / len(streams) if streams else None, 1.0),
         "pause_p95_s": Bar(percentile(pauses, 95), MAX_PAUSE_S, "at most"),
         "ready_p95_s": Bar(percentile(ready, 95), MAX_READY_S, "at most"),
     }
@@ -160,15 +178,15 @@ def measure(setup: Setup, num_kills: int, num_idle_kills: int, r: random.Random)
     """Serves the setup's model, and kills."""
     with (
         tempfile.TemporaryDirectory(prefix="stepwire-recovery-") as folder,
-        served(setup.model, Path(folder), *_LIMITS, *setup.flags) as server,
+        served(setup.make(Path(folder)), Path(folder), *LIMITS, *setup.flags) as server,
     ):
         return asyncio.run(disturb(server, num_kills, num_idle_kills, r))
 
 
 async def disturb(server: ServedProcess, num_kills: int, num_idle_kills: int, r: random.Random) -> Outcome:
-    """An undisturbed run, then the same requests with kills."""
+    """An undisturbed run, then the same requests with kills. The client goes on with nothing by itself."""
     outcome = Outcome()
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(server.target, resume_s=0) as client:
         jobs = make_jobs(r)
         undisturbed = await asyncio.gather(*(follow(client, job) for job in jobs))
         outcome.expected = {stream.job: stream.token_ids for stream in undisturbed}
