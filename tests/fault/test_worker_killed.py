@@ -207,3 +207,28 @@ def test_a_drain_that_loses_its_worker_still_delivers(server: Server) -> None:
             raise AssertionError(server.output) from error
     assert len(tokens) == 600
     assert server.process.wait(30) == 0, server.output
+
+
+async def test_a_restart_store_without_room_costs_a_read_and_no_request(model: Path, tmp_path: Path) -> None:
+    with serve(model, tmp_path, *limits("--dtype=float32", "--restart-store-bytes=1")) as server:
+        async with AsyncClient(server.target) as client:
+            expected = await undisturbed(client, JOBS)
+            streams = [FollowedStream(client, job) for job in JOBS]
+            await asyncio.gather(*(stream.began.wait() for stream in streams))
+            os.kill(server.pids["worker"], signal.SIGKILL)
+            await finished(streams)
+            assert_whole(streams, expected)
+
+
+async def test_streams_go_on_when_their_scheduler_is_killed(server: Server) -> None:
+    """sglang #18421: no zombie service after a scheduler crash; its worker stays, and its clients keep their place."""
+    async with AsyncClient(server.target) as client:
+        expected = await undisturbed(client, JOBS)
+        streams = [FollowedStream(client, job) for job in JOBS]
+        await asyncio.gather(*(stream.began.wait() for stream in streams))
+        pids = server.pids
+        os.kill(pids["scheduler"], signal.SIGKILL)
+        await finished(streams)
+        assert_whole(streams, expected)
+        assert server.pids["worker"] == pids["worker"]
+        assert server.pids["scheduler"] != pids["scheduler"]
