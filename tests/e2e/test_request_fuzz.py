@@ -95,7 +95,9 @@ def _check_whole(responses: list[pb.GenerateResponse], case: Case) -> None:
     text = f"case {case.number}: {case.text!r}"
     kinds = [response.WhichOneof("event") for response in responses]
     assert kinds[0] == "started" and kinds[-1] == "finished", text
-    num_tokens: Counter[int] = Counter()
+    # What a resumed request brings counts as delivered.
+    prior = pb.GenerateRequest.FromString(case.request).prior_output_token_ids
+    num_tokens = Counter({index: len(token_ids.ids) for index, token_ids in enumerate(prior)})
     for response in responses:
         output = response.output
         if response.HasField("output"):

@@ -155,6 +155,8 @@ class Fuzzer:
                 is_inner = field.message_type is not None and not field.is_repeated
                 if not is_inner or self._rng.random() < 0.1:
                     break
+                if not getattr(target, field.name).DESCRIPTOR.fields:
+                    break  # It says all by being there.
                 target = getattr(target, field.name)
             self.set(target, field, 0)
 
