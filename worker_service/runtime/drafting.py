@@ -15,10 +15,11 @@ IntArray = NDArray[np.int64]
 
 LEAST_MATCH = 2
 _LONGEST_MATCH = 8
-# A draft token costs a step about as much as this part of a token accepted brings.
-_TOKENS_PER_ACCEPTED = 8
-_MOST_CREDIT = 48
+# In tokens: what a sequence may lose by drafts before it rests, and after a rest.
+_FIRST_CREDIT, _LATER_CREDIT = 2.0, 0.5
 _SHORTEST_REST, _LONGEST_REST = 8, 128
+# As many drafts are tried always as together cost this part of a step.
+_ALWAYS_TRIED = 0.125
 
 
 def look_up(tokens: NDArray[np.int32], most: int) -> NDArray[np.int32]:
@@ -42,9 +43,16 @@ def look_up(tokens: NDArray[np.int32], most: int) -> NDArray[np.int32]:
 
 @dataclass(slots=True)
 class _Pace:
-    """Whether drafting pays for one sequence: what it has to spare, and how long it rests when that is spent."""
+    """How one sequence drafts. `cost` is that of a draft, in tokens, and `least` how many are tried in any case.
 
-    credit: int = _MOST_CREDIT
+    `width` is how many are tried next: more after drafts that were all right, fewer after others. `credit` is what
+    drafts may still cost more than they bring; when it is spent, the sequence waits `rest` steps, and longer each time.
+    """
+
+    cost: float
+    least: int
+    width: int = 2
+    credit: float = _FIRST_CREDIT
     rest: int = _SHORTEST_REST
     waits: int = 0
 
@@ -56,20 +64,25 @@ class _Pace:
         return True
 
     def learn(self, num_drafts: int, num_accepted: int) -> None:
-        self.credit = min(_MOST_CREDIT, self.credit - num_drafts + _TOKENS_PER_ACCEPTED * num_accepted)
+        self.width = 2 * num_drafts if num_accepted == num_drafts else num_accepted + 1
+        self.credit = min(_FIRST_CREDIT, self.credit + num_accepted - self.cost * num_drafts)
         if num_accepted:
             self.rest = _SHORTEST_REST
         if self.credit < 0:
             # A few drafts tell, after the rest, whether the text has become one that repeats itself.
-            self.credit, self.waits = _TOKENS_PER_ACCEPTED, self.rest
+            self.credit, self.waits = _LATER_CREDIT, self.rest
             self.rest = min(2 * self.rest, _LONGEST_REST)
 
 
 class Drafter:
-    """Drafts for the sequences of a table. Those whose drafts are mostly wrong rest for a while."""
+    """Drafts for the sequences of a table. Those whose drafts are mostly wrong rest for a while.
 
-    def __init__(self, table: SequenceTable) -> None:
+    `token_cost` is the time that a draft adds to a step, as a part of the step's.
+    """
+
+    def __init__(self, table: SequenceTable, token_cost: float) -> None:
         self._table = table
+        self._token_cost = token_cost
         self._paces: dict[int, _Pace] = {}
 
     def remove(self, row: int) -> None:
@@ -87,7 +100,9 @@ class Drafter:
         room = np.where(table.skipped[rows], 0, np.minimum(most, table.token_limit[rows] - table.num_tokens[rows] - 1))
         places = [place for place in np.flatnonzero(room > 0).tolist() if self._pace(int(rows[place])).begin_step()]
         for num_left, place in zip(range(len(places), 0, -1), places, strict=True):
-            row, share = int(rows[place]), min(int(room[place]), num_spare // num_left)
+            row = int(rows[place])
+            pace = self._pace(row)
+            share = min(int(room[place]), num_spare // num_left, max(pace.width, pace.least))
             if share <= 0:
                 continue
             count = int(table.num_tokens[row])
@@ -104,5 +119,5 @@ class Drafter:
     def _pace(self, row: int) -> _Pace:
         pace = self._paces.get(row)
         if pace is None:
-            pace = self._paces[row] = _Pace()
+            pace = self._paces[row] = _Pace(self._token_cost, int(_ALWAYS_TRIED / self._token_cost))
         return pace

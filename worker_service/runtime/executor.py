@@ -30,7 +30,12 @@ class Executor(Protocol):
 
     @property
     def num_cheap_tokens(self) -> int:
-        """Tokens that a step computes in little more time than one."""
+        """How many tokens of a step cost no more than `token_cost`: drafts fill it up to these."""
+        ...
+
+    @property
+    def token_cost(self) -> float:
+        """Time that another token adds to a step of a few, as a part of the time of one; the same on all ranks."""
         ...
 
     @property
@@ -77,6 +82,8 @@ class TorchExecutor:
 
     wants_decodes_first = True
     num_cheap_tokens = 8
+    # Of one sequence less; but several sequences attend one by one when they have more than a token each.
+    token_cost = 0.1
 
     def __init__(
         self,

@@ -37,6 +37,8 @@ class NativeGroupExecutor:
 
     wants_decodes_first = False
     num_cheap_tokens = 8
+    # The same on all ranks, whatever the bits of their weights: they must all draft the same.
+    token_cost = 0.1
 
     def __init__(
         self, decoder: native.Decoder, spec: DecoderSpec, layout: KvLayout, part: NativePart, group: RankGroup

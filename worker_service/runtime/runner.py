@@ -66,7 +66,7 @@ class ModelRunner:
             block_size=self._executor.block_size,
         )
         self._sampler = Sampler(self._executor.vocab_size, self._executor.device)
-        self._drafter = Drafter(self._table)
+        self._drafter = Drafter(self._table, self._executor.token_cost)
         self._masks = GrammarMasks(self._executor.vocab_size, self._grammars)
 
     @torch.inference_mode()

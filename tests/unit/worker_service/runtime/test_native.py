@@ -19,7 +19,7 @@ from worker_service.kernels import native
 from worker_service.models.native import computes
 from worker_service.runtime import drafting
 from worker_service.runtime.errors import RuntimeFailure
-from worker_service.runtime.native import NativeEngine
+from worker_service.runtime.native import NativeEngine, NativeExecutor
 from worker_service.runtime.runner import ModelRunner
 from worker_service.runtime.step import Sampling
 
@@ -138,7 +138,7 @@ def test_in_bfloat16_speculation_gives_the_same_tokens(
     expected = outputs(driver)
     transcripts = [driven.token_ids for driven in driver.sequences.values()]
     monkeypatch.setattr(drafting, "look_up", Oracle(transcripts, 320, wrong=0.1))
-    monkeypatch.setattr("worker_service.runtime.native.NativeExecutor.num_cheap_tokens", 64)
+    monkeypatch.setattr(NativeExecutor, "num_cheap_tokens", 64)
     for seed in range(2):
         speculating = driver_of(engine, seed)
         for number, prompt in enumerate(prompts()):

@@ -71,8 +71,8 @@ def oracle_of(requests: list[Request], plain: Served, **options: Any) -> Oracle:
 
 @pytest.fixture(autouse=True)
 def _tireless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sequence rests, and batches have room for drafts of all."""
-    monkeypatch.setattr(drafting, "_MOST_CREDIT", 10**6)
+    """Drafts cost nothing, so no sequence rests, and batches have room for those of all."""
+    monkeypatch.setattr("worker_service.runtime.executor.TorchExecutor.token_cost", 1e-6)
     monkeypatch.setattr("worker_service.runtime.executor.TorchExecutor.num_cheap_tokens", 64)
 
 
