@@ -69,6 +69,12 @@ class ServedRunner:
             self._apply(self._answers.popleft())
         self.scheduler.check_integrity()
 
+    def lose_worker(self) -> None:
+        """Ends the epoch: what is in flight is never answered."""
+        self.scheduler.end_epoch()
+        self._runner.drop_sequences()
+        self._answers.clear()
+
     def finish(self) -> Served:
         """Goes on until nothing is left."""
         while not self.scheduler.is_idle:

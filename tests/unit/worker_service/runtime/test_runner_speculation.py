@@ -264,3 +264,34 @@ def test_the_context_is_filled_to_its_end_and_not_beyond(tiny_model: Decoder, mo
     assert speculating.outputs == plain.outputs
     assert len(plain.outputs["r", 0]) == MAX_MODEL_LEN - len(prompt)
     assert speculating.ends == {("r", 0): FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_random_histories_nothing_but_the_steps_differs(
+    tiny_model: Decoder, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Few blocks, late comers, siblings, cancels, epochs that end with steps in flight."""
+    rng = random.Random(seed)
+    requests = requests_of([rng.choice(WAYS) for _ in range(10)], seed=seed)
+    requests = [replace(request, n=rng.choice([1, 1, 3]), priority=rng.choice([0, 0, 1])) for request in requests]
+    plain = serve(tiny_model, requests)
+    monkeypatch.setattr(drafting, "look_up", oracle_of(requests, plain, wrong=0.3))
+    runner, _ = make_runner(tiny_model, num_blocks=30, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN)
+    sizes = {"num_blocks": 30, "block_size": BLOCK_SIZE, "max_running": rng.choice([8, 40]), "max_step_tokens": 48}
+    served = ServedRunner(runner, VOCAB, max_in_flight=rng.choice([1, 2, 3]), **sizes)
+    waiting, cancelled = list(requests), set()
+    while waiting or rng.random() < 0.9:
+        if waiting and rng.random() < 0.4:
+            served.add([replace(waiting.pop(), max_draft_tokens=rng.choice([0, 1, 4, 8]))])
+        if rng.random() < 0.03:
+            request_id = rng.choice(requests).request_id
+            cancelled |= {request_id} if served.scheduler.end_request(request_id, FinishReason.CANCELLED) else set()
+        if rng.random() < 0.04:
+            served.lose_worker()
+        served.turn()
+    outputs = served.finish().outputs
+    for (request_id, index), output in outputs.items():
+        whole = plain.outputs[request_id, index]
+        assert output == (whole[: len(output)] if request_id in cancelled else whole)
+    assert served.served.num_accepted > 0
+    assert runner.num_sequences == 0
