@@ -40,4 +40,4 @@ def last_places(batch: StepBatch, offsets: IntArray, sampled: Sampled, table: Se
 
 def final_places(offsets: IntArray) -> IntArray:
     """Of each sequence the last place: that of its last draft."""
-    return np.flatnonzero(np.append(offsets[1:] == 0, True))
+    return np.flatnonzero(np.append(offsets == 0, True)[1:])
