@@ -1,6 +1,6 @@
 """Spans as OTLP messages: opentelemetry/proto/trace/v1/trace.proto of opentelemetry-proto 1.10."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -11,6 +11,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from stepwire.telemetry.spans import RecordedSpan
 
 MAX_TEXT_CHARS = 4096
+_SPANS_BETWEEN_PAUSES = 16
 
 _KINDS = {
     SpanKind.INTERNAL: trace_pb2.Span.SPAN_KIND_INTERNAL,
@@ -21,15 +22,26 @@ _KINDS = {
 }
 
 
-def encode_spans(resource: Mapping[str, Any], scope: str, spans: Iterable[RecordedSpan]) -> ExportTraceServiceRequest:
-    """One export of spans of one process. Texts are cut at `MAX_TEXT_CHARS`."""
+def encode_spans(
+    resource: Mapping[str, Any],
+    scope: str,
+    spans: Iterable[RecordedSpan],
+    *,
+    pause: Callable[[], None] = lambda: None,
+) -> ExportTraceServiceRequest:
+    """One export of spans of one process. Texts are cut at `MAX_TEXT_CHARS`.
+
+    `pause` is called after every few spans: encoding keeps the interpreter from the threads that serve.
+    """
     request = ExportTraceServiceRequest()
     of_resource = request.resource_spans.add()
     _put_attributes(of_resource.resource.attributes, resource)
     of_scope = of_resource.scope_spans.add()
     of_scope.scope.name = scope
-    for span in spans:
+    for number, span in enumerate(spans, 1):
         _put_span(of_scope.spans.add(), span)
+        if number % _SPANS_BETWEEN_PAUSES == 0:
+            pause()
     return request
 
 

@@ -134,3 +134,13 @@ def test_hostile_values_become_text_of_bounded_length(value: Any) -> None:
     span.end()
     request = encode_spans({"service.name": "s"}, "s", kept.spans)
     assert len(request.SerializeToString()) < 40_000
+
+
+def test_encoding_pauses_every_few_spans() -> None:
+    kept, pauses = Kept(), []
+    tracer = SpanRecorder(kept)
+    for _ in range(100):
+        tracer.start_span("x", Context()).end()
+    request = encode_spans({}, "s", kept.spans, pause=lambda: pauses.append(1))
+    assert len(request.resource_spans[0].scope_spans[0].spans) == 100
+    assert 3 <= len(pauses) <= 25
