@@ -65,7 +65,7 @@ def kind_of(trace: Trace) -> str:
         return "requests"
     if trace.root.name == names.SPAN_STEP:
         return "steps"
-    if trace.root.name in (names.SPAN_STARTUP, names.SPAN_RECOVERY, names.SPAN_LOAD):
+    if trace.root.name in (names.SPAN_STARTUP, names.SPAN_GROUP_RECOVERY, names.SPAN_LOAD):
         return "starts"
     return "other"
 
