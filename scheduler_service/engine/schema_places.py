@@ -4,6 +4,7 @@ Standard library alone: it runs beside llguidance in a process that may be kille
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,8 @@ _SINGLE = (
     *("not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties"),
 )
 _MAX_SEARCH_S = 0.5
+# Only short escapes are written: of such a text the character would be left out.
+_UNWRITABLE = re.compile(r"\\u00([01][0-9a-f]|7f)")
 
 
 def pointer(path: Path) -> str:
@@ -64,6 +67,10 @@ def find_unsound(schema: Any) -> tuple[Path, str] | None:
     A grammar does not tell whether a free property was there before, so one that is written twice would count twice.
     """
     for path, part in all_subschemas(schema):
+        if isinstance(part, Mapping):
+            fixed = [part.get("const"), part.get("enum"), part.get("required"), list(part.get("properties") or ())]
+            if _UNWRITABLE.search(json.dumps(fixed)):
+                return path, "it fixes a text with a control character that has no short escape in JSON"
         least = part.get("minProperties") if isinstance(part, Mapping) else None
         if not isinstance(least, int | float):
             continue

@@ -48,6 +48,9 @@ def test_every_place_that_holds_a_schema_is_found() -> None:
     ("schema", "place"),
     [
         ({"minProperties": 1}, None),
+        ({"items": {"const": "a\x00"}}, "#/items"),
+        ({"enum": ["a\n\t\u00e9"]}, None),
+        ({"properties": {"\x01": {}}}, "#"),
         ({"minProperties": 2}, "#"),
         ({"minProperties": 3, "required": ["a", "b"]}, None),
         ({"minProperties": 4, "required": ["a", "b"]}, "#"),
