@@ -1,7 +1,7 @@
 """Which replica a request goes to: where it has to wait least, counting what the prefix cache would spare it.
 
 Requests that come at once with a common beginning find nothing in any cache yet, so the beginnings that were given
-out last are remembered: the second goes where the first went.
+out last are remembered: the second goes where the first went, unless it would wait for half a prompt of its length.
 """
 
 from collections import OrderedDict
@@ -46,14 +46,15 @@ class Placing:
         before = None if key is None else self._went.get(key)
 
         def rank(place: P) -> tuple[int, int]:
-            spared = _BEGINNING if place is before else 0
+            spared = len(request.prompt_token_ids) // 2 if place is before else 0
             return place.cost(request) - spared, self._chosen_at.get(place, 0)
 
         chosen = min(healthy, key=rank)
         self._turn += 1
         self._chosen_at[chosen] = self._turn
         if key is not None:
-            self._went[key] = chosen
+            # One that went elsewhere for once leaves the beginning where it is at home.
+            self._went.setdefault(key, chosen)
             self._went.move_to_end(key)
             if len(self._went) > _NUM_REMEMBERED:
                 self._went.popitem(last=False)

@@ -124,10 +124,13 @@ class Replica:
 
     def cost(self, request: Request) -> int:
         """Prompt tokens to compute before this request's first token: its own that are not cached, and those of what
-        waits. A sequence that runs counts as one."""
+        waits. A sequence that runs counts as one.
+
+        Its own count twice: they also take blocks of the cache from what other requests would have found there.
+        """
         scheduler = self.scheduler
         own = len(request.prompt_token_ids) - scheduler.num_cached_tokens(request)
-        return own + scheduler.num_queued_tokens + scheduler.num_running
+        return 2 * own + scheduler.num_queued_tokens + scheduler.num_running
 
     # Requests that go elsewhere.
 

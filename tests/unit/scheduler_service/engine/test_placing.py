@@ -67,3 +67,13 @@ def test_one_that_is_gone_is_not_remembered() -> None:
     placing.forget(first)
     rest = [spot for spot in spots if spot is not first]
     assert placing.choose(request(1), rest) is rest[0]
+
+
+def test_a_burst_that_spills_over_leaves_the_beginning_at_home() -> None:
+    spots, placing = [Spot(), Spot()], Placing()
+    home = placing.choose(request(1), spots)
+    other = next(spot for spot in spots if spot is not home)
+    home.load = 1000
+    assert placing.choose(request(1), spots) is other
+    home.load = 0
+    assert placing.choose(request(1), spots) is home
