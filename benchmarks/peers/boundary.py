@@ -58,6 +58,7 @@ class Boundary:
     async def _start(self, address: str, plan: StartPlan) -> StepStream:
         started = await GroupStarter([self._client(address)], plan, NoOpTracer()).start()
         self._wake = asyncio.Event()
+        self._epoch = started.epoch
         stream = await started.ranks[0].port.open_stream(started.epoch)
         self._reader = asyncio.create_task(self._read(stream))
         return stream
@@ -91,7 +92,7 @@ class Boundary:
             scheduler.add_request(request(name, prompt, max_tokens, _GREEDY))
         while not scheduler.is_idle:
             while (plan := scheduler.schedule()) is not None:
-                await stream.send(plan)
+                await stream.send(self._worker.encode_step(plan, self._epoch))
             await wake.wait()
             wake.clear()
             if self._reader.done():
