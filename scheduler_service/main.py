@@ -155,7 +155,8 @@ class _Service:
         try:
             await _first_of(start, stop)
             if not start.done():
-                return EXIT_OK
+                # It may serve already, while what makes first requests quicker is still being started.
+                return await self._drain() if self._engine.is_healthy else EXIT_OK
             try:
                 await start
             except StepwireError as error:
