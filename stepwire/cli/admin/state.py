@@ -9,7 +9,7 @@ from stepwire.cli.admin.connection import admin_options, connect
 from stepwire.cli.tables import ago, print_table
 from stepwire.client.admin_types import ServerState
 
-_HEADINGS = ("RANK", "ADDRESS", "HOST", "PID", "LAST SEEN")
+_HEADINGS = ("REPLICA", "RANK", "ADDRESS", "HOST", "PID", "LAST SEEN")
 
 
 @click.command()
@@ -33,7 +33,14 @@ def _print(found: ServerState) -> None:
         f"{model.num_free_blocks} of {model.num_blocks} KV blocks free"
     )
     rows = [
-        (str(worker.rank), worker.address, worker.host, str(worker.process_id), ago(worker.silent_s))
+        (
+            str(worker.replica),
+            str(worker.rank),
+            worker.address,
+            worker.host,
+            str(worker.process_id),
+            ago(worker.silent_s),
+        )
         for worker in found.workers
     ]
     print_table([_HEADINGS, *rows])

@@ -53,6 +53,18 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
         model = inference_pb2.Model(name="m", state=inference_pb2.MODEL_STATE_READY, block_count=9, free_block_count=7)
         return admin_pb2.GetStateResponse(model=model, epoch=3, workers=[worker], call_count=2)
 
+    def AddReplica(
+        self, request: admin_pb2.AddReplicaRequest, _context: grpc.ServicerContext
+    ) -> admin_pb2.AddReplicaResponse:
+        return admin_pb2.AddReplicaResponse(replica=len(request.workers))
+
+    def DrainReplica(
+        self, request: admin_pb2.DrainReplicaRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.DrainReplicaResponse:
+        if request.replica != 2:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no such replica")
+        return admin_pb2.DrainReplicaResponse()
+
 
 @pytest.fixture
 def service() -> FakeAdmin:
@@ -125,3 +137,11 @@ def test_workers_are_put_to_sleep_and_woken(
         admin_pb2.AdminServiceSleepRequest(level=worker_pb2.SLEEP_LEVEL_DROP_WEIGHTS),
         admin_pb2.AdminServiceWakeUpRequest(),
     ]
+
+
+def test_replicas_come_and_go(run_command: Callable[..., Any], target: str) -> None:
+    common = ("--target", target, "--admin-key", KEY)
+    assert "replica 2 serves" in run_command("admin", "add-replica", "a:1", "b:2", *common).stdout
+    assert "replica 2 holds no request" in run_command("admin", "drain-replica", "2", *common).stdout
+    done = run_command("admin", "drain-replica", "5", *common)
+    assert (done.exit_code, "there is no such replica" in done.stderr) == (1, True)

@@ -1,0 +1,25 @@
+"""`stepwire admin add-replica` and `drain-replica`."""
+
+import click
+
+from stepwire.cli.admin.connection import admin_options, connect
+
+
+@click.command(name="add-replica")
+@click.argument("workers", nargs=-1, required=True, metavar="HOST:PORT...")
+@admin_options
+def add_replica(target: str, admin_key: str | None, timeout: float, workers: tuple[str, ...]) -> None:
+    """Serve on more workers, by rank: idle ones that run already (`stepwire worker`)."""
+    with connect(target, admin_key) as client:
+        number = client.add_replica(workers, timeout=timeout)
+    click.echo(f"replica {number} serves")
+
+
+@click.command(name="drain-replica")
+@click.argument("replica", type=int)
+@admin_options
+def drain_replica(target: str, admin_key: str | None, timeout: float, replica: int) -> None:
+    """Take a replica out of service; its requests go on with the others, and its workers stay."""
+    with connect(target, admin_key) as client:
+        client.drain_replica(replica, timeout=timeout)
+    click.echo(f"replica {replica} holds no request")
