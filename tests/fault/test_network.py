@@ -84,6 +84,7 @@ async def test_a_network_that_is_cut_costs_a_pause_and_no_load(model: Path, tmp_
         assert found.worker_log.read_text().count('"model_loaded"') == 1
 
 
+@pytest.mark.full
 async def test_a_slow_network_is_no_loss(model: Path, tmp_path: Path) -> None:
     async with pair(model, tmp_path) as found, AsyncClient(found.target) as client:
         jobs = [Job("abc", 40, seed=1), Job("def", 40, seed=2)]
@@ -95,6 +96,7 @@ async def test_a_slow_network_is_no_loss(model: Path, tmp_path: Path) -> None:
         assert found.epochs == 0
 
 
+@pytest.mark.full
 async def test_a_network_that_is_away_for_long_costs_a_pause(model: Path, tmp_path: Path) -> None:
     """vllm #7454, #16841: what is silent is given up after seconds, and taken again when it is back."""
     async with pair(model, tmp_path) as found, AsyncClient(found.target) as client:
@@ -108,6 +110,7 @@ async def test_a_network_that_is_away_for_long_costs_a_pause(model: Path, tmp_pa
         assert_whole(streams, expected)
 
 
+@pytest.mark.full
 async def test_a_worker_that_was_stopped_comes_back_into_a_new_epoch(model: Path, tmp_path: Path) -> None:
     """A zombie's epoch is over: it is reset, and what it held of the old one never counts."""
     async with pair(model, tmp_path) as found, AsyncClient(found.target) as client:
