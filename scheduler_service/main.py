@@ -23,7 +23,7 @@ from scheduler_service.assembly import Assembled, Assembly
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.grammars import GrammarChecker
 from scheduler_service.engine.preflight import PHASE, check_before_start, check_failed, wish_of
-from scheduler_service.engine.replicas import not_ready
+from scheduler_service.engine.refusals import not_ready
 from scheduler_service.engine.served import ServedModel
 from scheduler_service.engine.sleep import SleepRule
 from scheduler_service.engine.start import StartPlan, startup_phase, startup_trace

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import structlog
 
+from scheduler_service.engine.changes import Changes
 from scheduler_service.engine.ports import HeldAdapter, WorkerPort
+from scheduler_service.engine.refusals import not_ready
 from scheduler_service.engine.validate import check_adapter_name, check_adapter_path
 from stepwire.rpc.errors import StepwireError
 
@@ -74,7 +76,7 @@ class Adapters:
         # Each group's workers by their addresses, with its epoch.
         self._groups: dict[tuple[str, ...], tuple[Sequence[WorkerPort], int]] = {}
         self._lock = asyncio.Lock()
-        self._changes: set[asyncio.Task[Any]] = set()
+        self._changes = Changes("adapters", takes_errors=True)
         self._asking: asyncio.Future[list[Any]] | None = None
 
     async def load(self, name: str, path: str) -> AdapterInfo:
@@ -85,7 +87,7 @@ class Adapters:
         """
         check_adapter_name("name", name)
         check_adapter_path("path", path)
-        return await self._change(self._load(name, path))
+        return await self._changes.run(self._load(name, path))
 
     async def unload(self, name: str, *, wait: bool) -> None:
         """Takes an adapter away; with `wait` as soon as no request has it. Raises ADAPTER_NOT_FOUND, ADAPTER_IN_USE."""
@@ -96,7 +98,7 @@ class Adapters:
                 f"{adapter.num_requests} requests have the adapter {name!r}; ask for it to wait until they end",
                 {"adapter": name, "requests": str(adapter.num_requests)},
             )
-        await self._change(self._retire(adapter))
+        await self._changes.run(self._retire(adapter))
 
     def infos(self) -> list[AdapterInfo]:
         """All of them, by name, those that leave last."""
@@ -141,14 +143,12 @@ class Adapters:
 
     async def close(self) -> None:
         """Ends changes under way."""
-        for change in list(self._changes):
-            change.cancel()
-        await asyncio.gather(*self._changes, return_exceptions=True)
+        await self._changes.close()
 
     async def _load(self, name: str, path: str) -> AdapterInfo:
         async with self._lock:
             if not self._groups:
-                raise _not_ready()
+                raise not_ready()
             before = self._by_name.get(name)
             if before is None and len(self._by_name) >= self._max_adapters:
                 raise StepwireError(
@@ -165,7 +165,7 @@ class Adapters:
             self._by_name[name] = adapter
         _log.info("adapter_loaded", name=name, path=path, fingerprint=adapter.held.fingerprint, rank=adapter.held.rank)
         if before is not None:
-            self._begin(self._retire(before))
+            self._changes.begin(self._retire(before))
         return adapter.info()
 
     async def _add(self, path: str) -> list[HeldAdapter]:
@@ -183,7 +183,7 @@ class Adapters:
         if error is not None:
             for fingerprint in fingerprints:
                 await self._remove(fingerprint)
-            raise _not_ready() if isinstance(error, StepwireError) and error.reason in _BETWEEN_EPOCHS else error
+            raise not_ready() if isinstance(error, StepwireError) and error.reason in _BETWEEN_EPOCHS else error
         return held
 
     async def _ask(self, calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
@@ -196,7 +196,7 @@ class Adapters:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise _not_ready() from None
+            raise not_ready() from None
         finally:
             self._asking = None
 
@@ -254,29 +254,9 @@ class Adapters:
     def _all(self) -> list[_LiveAdapter]:
         return [*self._by_name.values(), *self._leaving]
 
-    async def _change(self, change: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.shield(self._begin(change))
-
-    def _begin(self, change: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        task = asyncio.create_task(change, name="adapters")
-        self._changes.add(task)
-        task.add_done_callback(self._changed)
-        return task
-
-    def _changed(self, task: "asyncio.Task[Any]") -> None:
-        self._changes.discard(task)
-        if not task.cancelled():
-            # Whoever waited may be gone; then nobody else takes the error.
-            task.exception()
-
 
 def _key(ports: Sequence[WorkerPort]) -> tuple[str, ...]:
     return tuple(port.address for port in ports)
-
-
-def _not_ready() -> StepwireError:
-    text = "the model is not ready: its workers are being started; try again"
-    return StepwireError("MODEL_NOT_READY", text, retry_after_s=1.0)
 
 
 async def _settle(port: WorkerPort, epoch: int, live: dict[str, _LiveAdapter]) -> dict[str, StepwireError]:

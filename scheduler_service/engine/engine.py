@@ -22,8 +22,9 @@ from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.metrics import EngineMetrics
 from scheduler_service.engine.output import OutputStream
 from scheduler_service.engine.recovery import LifePlan
+from scheduler_service.engine.refusals import draining, not_ready
 from scheduler_service.engine.replica import ReplicaParts
-from scheduler_service.engine.replicas import Replicas, not_ready
+from scheduler_service.engine.replicas import Replicas
 from scheduler_service.engine.served import ServedModel
 from scheduler_service.engine.sleep import Sleeper, SleepRule
 from scheduler_service.engine.start import StartedGroup
@@ -43,8 +44,6 @@ from stepwire.rpc.deadlines import has_passed
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry import names
 from stepwire.telemetry.metrics import Metrics
-
-_RETRY_AFTER_S = 1.0
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -149,12 +148,12 @@ class Engine:
             self._state = EngineState.DRAINING
         if self.sleeper.is_down:
             # They would wait for a device that nobody wakes up any more.
-            self.replicas.end_all(_draining())
+            self.replicas.end_all(draining())
         try:
             await asyncio.wait_for(self._no_calls.wait(), timeout_s)
         except TimeoutError:
             _log.warning("drain_timeout", requests=self._num_calls, seconds=timeout_s)
-            self.replicas.end_all(_draining())
+            self.replicas.end_all(draining())
 
     def fail(self, error: StepwireError) -> None:
         """Ends every request with the cause; nothing is served any more."""
@@ -334,7 +333,7 @@ class Engine:
         if self._state is EngineState.STARTING:
             raise not_ready()
         if self._state is EngineState.DRAINING:
-            raise _draining()
+            raise draining()
         if self._state is EngineState.FAILED:
             raise self._failure or not_ready()
         self.sleeper.require_open()
@@ -352,8 +351,3 @@ def _live_request(request: Request, checked: Checked, trace: RequestTrace, arriv
     best_of = None if checked.best_of is None else BestOf(checked.best_of)
     stream = OutputStream(len(request.prompt_token_ids) - 1 if request.scores_prompt else 0)
     return LiveRequest(request, checked.stops, checked.sampling.min_tokens, trace, arrival, best_of, stream)
-
-
-def _draining() -> StepwireError:
-    text = "the service is shutting down and takes no new requests; try another replica"
-    return StepwireError("DRAINING", text, retry_after_s=_RETRY_AFTER_S)

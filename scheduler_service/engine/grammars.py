@@ -4,11 +4,12 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from scheduler_service.engine.changes import all_of
 from scheduler_service.engine.helpers import HelperDied, Helpers, HelperTimeout
 from scheduler_service.engine.validate import Checked
 from scheduler_service.engine.values import StructuredOutput
@@ -226,7 +227,7 @@ class Grammars:
     async def _prepare(self, key: bytes, live: "_Live") -> None:
         self._revision += 1
         prepared = PreparedGrammar(key, live.grammar, tuple(self._live), self._revision)
-        await _all(port.prepare_grammar(self._epoch, prepared) for port in self._ports)
+        await all_of(port.prepare_grammar(self._epoch, prepared) for port in self._ports)
 
     def _check_room(self, num_characters: int) -> None:
         num_bytes = num_characters + sum(len(live.grammar) for live in self._live.values())
@@ -247,14 +248,6 @@ class _Live:
     grammar: str
     num_users: int = 0
     preparation: "asyncio.Task[None] | None" = None
-
-
-async def _all(works: Iterable[Any]) -> None:
-    """Waits for all, and raises the first error."""
-    outcomes = await asyncio.gather(*works, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
 
 
 def _has_failed(task: "asyncio.Task[None]") -> bool:

@@ -1,6 +1,5 @@
 """The replicas of one model: which one takes a request, and what becomes of requests when one is lost."""
 
-import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -9,13 +8,13 @@ import structlog
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.request import Request
+from scheduler_service.engine.changes import Changes
 from scheduler_service.engine.placing import Placing
 from scheduler_service.engine.recovery import LifePlan
+from scheduler_service.engine.refusals import not_ready
 from scheduler_service.engine.replica import Replica, ReplicaParts
 from scheduler_service.engine.start import StartedGroup
 from stepwire.rpc.errors import StepwireError
-
-_RETRY_AFTER_S = 1.0
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -32,7 +31,7 @@ class Replicas:
         self._on_all_lost = on_all_lost
         self._replicas: list[Replica] = []
         self._placing = Placing()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._moves = Changes("move requests", takes_errors=False)
         self._num_made = 0
 
     def __iter__(self) -> Iterator[Replica]:
@@ -82,9 +81,7 @@ class Replicas:
 
     async def close(self) -> None:
         """Ends all of them. Requests must have ended."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._moves.close()
         for replica in self:
             await replica.close()
 
@@ -153,12 +150,4 @@ class Replicas:
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         # In a context of its own: this is called from within the old epoch's tasks.
-        task = asyncio.create_task(work, name="move requests", context=contextvars.Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-def not_ready() -> StepwireError:
-    """What a call gets before any workers are ready."""
-    text = "the model is not ready: its workers are being started; try again"
-    return StepwireError("MODEL_NOT_READY", text, retry_after_s=_RETRY_AFTER_S)
+        self._moves.begin(work, context=contextvars.Context())

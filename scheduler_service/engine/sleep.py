@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from scheduler_service.engine.changes import Changes, all_of
 from scheduler_service.engine.group import WorkerGroup
 from scheduler_service.engine.ports import SleepLevel, WorkerPort
 from scheduler_service.engine.replica import Replica
@@ -47,7 +48,7 @@ class Sleeper:
         self._restore = restore
         self._lock = asyncio.Lock()
         self._is_going = False
-        self._changes: set[asyncio.Task[Any]] = set()
+        self._changes = Changes("sleep", takes_errors=True)
         self._interruptible: set[asyncio.Task[Any]] = set()
 
     @property
@@ -86,28 +87,18 @@ class Sleeper:
 
     async def close(self) -> None:
         """Ends changes under way."""
-        for change in list(self._changes):
-            change.cancel()
-        await asyncio.gather(*self._changes, return_exceptions=True)
+        await self._changes.close()
 
     async def _change(self, change: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.create_task(change)
-        self._changes.add(task)
+        task = self._changes.begin(change)
         self._interruptible.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._interruptible.discard)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task in self._interruptible:
                 task.cancel()
             raise
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._changes.discard(task)
-        self._interruptible.discard(task)
-        if not task.cancelled():
-            # The caller may be gone; then nobody else takes the error.
-            task.exception()
 
     async def _sleep(self, level: SleepLevel) -> SleepLevel:
         async with self._lock:
@@ -133,7 +124,7 @@ class Sleeper:
         """Has the workers of quiet replicas give memory back; where one cannot, those that were awake are so again."""
         awake = [replica for replica in replicas if replica.sleep_level is SleepLevel.AWAKE]
         try:
-            await _all(_send_to_sleep(replica, level) for replica in replicas)
+            await all_of(_send_to_sleep(replica, level) for replica in replicas)
         except BaseException:
             for replica in awake:
                 replica.loop.forget_content()
@@ -147,13 +138,13 @@ class Sleeper:
         async with self._lock:
             self._go_on_when_left()
             asleep = [replica for replica in self._replicas if replica.sleep_level is not SleepLevel.AWAKE]
-            await _all(self._wake_replica(replica) for replica in asleep)
+            await all_of(self._wake_replica(replica) for replica in asleep)
             if asleep:
                 _log.info("awake")
 
     async def _wake_replica(self, replica: Replica) -> None:
         group = _group_of(replica)
-        await _all(port.wake_up(group.epoch) for port in group.ports)
+        await all_of(port.wake_up(group.epoch) for port in group.ports)
         if replica.sleep_level is SleepLevel.DROP_WEIGHTS:
             await self._restore(group.ports, group.epoch)
         replica.sleep_level = SleepLevel.AWAKE
@@ -168,7 +159,7 @@ class Sleeper:
 async def _send_to_sleep(replica: Replica, level: SleepLevel) -> None:
     """Has the workers of a quiet replica give memory back."""
     group = _group_of(replica)
-    await _all(port.sleep(group.epoch, level) for port in group.ports)
+    await all_of(port.sleep(group.epoch, level) for port in group.ports)
     replica.loop.forget_content()
     replica.sleep_level = level
 
@@ -178,10 +169,3 @@ def _group_of(replica: Replica) -> WorkerGroup:
         text = "the workers are being replaced; try again"
         raise StepwireError("MODEL_NOT_READY", text, retry_after_s=1.0)
     return replica.group
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Makes all calls at once and waits for all of them; raises the first one's error among those that failed."""
-    for outcome in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome

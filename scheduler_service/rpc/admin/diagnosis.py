@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.group import WorkerGroup
 from scheduler_service.engine.profile import GroupProfile, profile_group
-from scheduler_service.engine.replicas import not_ready
+from scheduler_service.engine.refusals import not_ready
 from scheduler_service.rpc.flight_file import recording
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import admin_pb2 as pb

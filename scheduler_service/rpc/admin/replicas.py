@@ -1,9 +1,8 @@
 """Replicas that come and go while the others serve, as AdminService tells it."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
 
+from scheduler_service.engine.changes import Changes
 from scheduler_service.engine.engine import Engine
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import admin_pb2 as pb
@@ -13,7 +12,6 @@ AddReplica = Callable[[Sequence[str]], Awaitable[int]]
 
 _MAX_WORKERS = 1024
 _MAX_ADDRESS_LEN = 512
-T = TypeVar("T")
 
 
 class ReplicaCalls:
@@ -22,7 +20,7 @@ class ReplicaCalls:
     def __init__(self, engine: Engine, add_replica: AddReplica) -> None:
         self._engine = engine
         self._add_replica = add_replica
-        self._changes: set[asyncio.Task[Any]] = set()
+        self._changes = Changes("replicas", takes_errors=False)
 
     async def add(self, request: pb.AddReplicaRequest) -> pb.AddReplicaResponse:
         """See admin.proto."""
@@ -36,21 +34,15 @@ class ReplicaCalls:
         if taken := held.intersection(addresses):
             text = f"these workers serve already: {', '.join(sorted(taken))}; name others"
             raise StepwireError("FIELD_INVALID", text, {"field": "workers"})
-        return pb.AddReplicaResponse(replica=await self._change(self._add(addresses)))
+        return pb.AddReplicaResponse(replica=await self._changes.run(self._add(addresses)))
 
     async def drain(self, request: pb.DrainReplicaRequest) -> pb.DrainReplicaResponse:
         """See admin.proto."""
-        await self._change(self._engine.replicas.drain(request.replica))
+        await self._changes.run(self._engine.replicas.drain(request.replica))
         return pb.DrainReplicaResponse()
 
     async def _add(self, addresses: Sequence[str]) -> int:
         return await self._add_replica(addresses)
-
-    async def _change(self, change: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.create_task(change)
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        return await asyncio.shield(task)
 
 
 def _is_address(text: str) -> bool:
