@@ -78,7 +78,7 @@ class EpochEnd:
 class Causes:
     """Collects what is seen of the ranks of one epoch once it has begun to end, and finds the root.
 
-    `stop` is called at once, at the first failure; `on_end` once the root is known.
+    `on_end` is called once the root is known.
     """
 
     def __init__(

@@ -130,10 +130,9 @@ class StepLoop:
             live.is_closed = True
             live.stream.end()
             return
+        # The core may have forgotten one of this id already: its last tokens are still on their way.
+        self.check_id(live.request.request_id)
         try:
-            if live.request.request_id in self._live:
-                # The core may have forgotten it already: its last tokens are still on their way.
-                raise DuplicateRequest(live.request.request_id)
             sequences = self._scheduler.add_request(live.request)
         except NeverFits as error:
             metadata = {"needed_blocks": str(error.needed_blocks), "num_blocks": str(error.num_blocks)}
@@ -199,12 +198,13 @@ class StepLoop:
         self._submit_work()
         await self._pipeline.flush()
 
-    def withdraw(self, live: LiveRequest) -> "Withdrawn":
-        """Gives up a request that `can_move`; nothing of it is planned here any more."""
-        self._forget(live)
-        sequences = self._scheduler.withdraw([live.request.request_id])[0]
+    def withdraw(self, leaving: Sequence[LiveRequest]) -> list["Withdrawn"]:
+        """Gives up requests that `can_move`; nothing of them is planned here any more."""
+        for live in leaving:
+            self._forget(live)
+        withdrawn = self._scheduler.withdraw(live.request.request_id for live in leaving)
         self._wake.set()
-        return Withdrawn(sequences, [self._texts.pop(sequence) for sequence in sequences])
+        return [Withdrawn(sequences, [self._texts.pop(each) for each in sequences]) for sequences in withdrawn]
 
     def can_move(self, live: LiveRequest) -> bool:
         """Whether a request may leave, and none of its sequences waits for its last text to be made."""

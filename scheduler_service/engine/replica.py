@@ -13,7 +13,6 @@ from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.causes import EpochEnd
 from scheduler_service.engine.grammars import Grammars
 from scheduler_service.engine.group import RankReport, WorkerGroup
-from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.loop import StepLoop
 from scheduler_service.engine.metrics import EngineMetrics
 from scheduler_service.engine.ports import SleepLevel, WorkerPort
@@ -140,17 +139,18 @@ class Replica:
         What was sampled for them is delivered first. One that the other cannot take stays.
         """
         await self.loop.settle()
-        for live in self.loop.live_requests():
-            if (limit is None or live.num_moves < limit) and target.takes_requests:
-                self._move(live, target)
-
-    def _move(self, live: LiveRequest, target: "Replica") -> None:
-        if not self.loop.can_move(live) or not target.loop.can_adopt(live):
+        if not target.takes_requests:
             return
-        target.loop.adopt(live, self.loop.withdraw(live))
-        live.num_moves += 1
-        live.loop = target.loop
-        live.trace.moved(target.tracing, target.number)
+        leaving = [
+            live
+            for live in self.loop.live_requests()
+            if (limit is None or live.num_moves < limit) and self.loop.can_move(live) and target.loop.can_adopt(live)
+        ]
+        for live, withdrawn in zip(leaving, self.loop.withdraw(leaving), strict=True):
+            target.loop.adopt(live, withdrawn)
+            live.num_moves += 1
+            live.loop = target.loop
+            live.trace.moved(target.tracing, target.number)
 
     # Epochs.
 
