@@ -40,7 +40,8 @@ class ReplicaParts:
 class Replica:
     """Serves requests of one model on one worker group, epoch after epoch.
 
-    `on_epoch_end` is called when an epoch has ended, `on_lost` once, with the cause, when no other will follow.
+    `on_epoch_begin` and `on_epoch_end` are called when an epoch has begun and ended, `on_lost` once, with the cause,
+    when no other will follow.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Replica:
         config: SchedulerConfig,
         life: LifePlan,
         *,
+        on_epoch_begin: "Callable[[Replica], None]",
         on_epoch_end: "Callable[[Replica], None]",
         on_lost: "Callable[[Replica, StepwireError], None]",
     ) -> None:
@@ -64,6 +66,7 @@ class Replica:
         """Its workers, by rank."""
         self._is_recovering = False
         self._reports: list[RankReport] = []
+        self._on_epoch_begin = on_epoch_begin
         self._on_epoch_end = on_epoch_end
         self._on_lost = on_lost
         self._life = GroupLife(
@@ -171,6 +174,7 @@ class Replica:
         ranks = [RankTotals(rank.rank, rank.port.address, rank.host, rank.process_id) for rank in epoch.ranks]
         self.tracing.begin_epoch(epoch.number, ranks)
         self.loop.resume(follows_fault=epoch.follows_fault)
+        self._on_epoch_begin(self)
 
     def _give_up(self, error: StepwireError) -> None:
         self.failure = error

@@ -23,7 +23,8 @@ class Replicas:
     """All replicas of one model, in the order in which they came. On the event loop.
 
     When an epoch of one ends, its requests go on at once with another one that serves, if there is any; else they wait
-    for their own to recover. `on_removed` is called when one serves no more, `on_all_lost` when the last has given up.
+    for whichever recovers first. `on_removed` is called when one serves no more, `on_all_lost` when the last has given
+    up.
     """
 
     def __init__(self, *, on_removed: Callable[[Replica], None], on_all_lost: Callable[[StepwireError], None]) -> None:
@@ -53,7 +54,15 @@ class Replicas:
             text = f"the new workers hold {config.num_blocks} KV blocks, others {needed}; give them more memory"
             raise StepwireError("FIELD_INVALID", text, {"field": "workers", "needed_blocks": str(needed)})
         number, self._num_made = self._num_made, self._num_made + 1
-        replica = Replica(number, parts, config, life, on_epoch_end=self._rescue, on_lost=self._lost)
+        replica = Replica(
+            number,
+            parts,
+            config,
+            life,
+            on_epoch_begin=self._take_in,
+            on_epoch_end=self._rescue,
+            on_lost=self._lost,
+        )
         try:
             await replica.begin(started)
         except BaseException:
@@ -127,6 +136,12 @@ class Replicas:
     def _rescue(self, replica: Replica) -> None:
         if (target := self._other(replica)) is not None:
             self._begin(replica.move_all(target))
+
+    def _take_in(self, replica: Replica) -> None:
+        """One is back: requests of those that are not go on with it."""
+        for other in self._replicas:
+            if other is not replica and other.is_recovering:
+                self._begin(other.move_all(replica))
 
     def _lost(self, replica: Replica, error: StepwireError) -> None:
         if all(each.failure is not None for each in self._replicas):

@@ -103,6 +103,21 @@ async def test_the_last_replica_recovers_as_a_single_one_does(two: RunningSchedu
         await stream.check()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_requests_wait_for_whichever_replica_recovers_first(two: RunningScheduler, first: int) -> None:
+    """Both replicas had requests, and only one of them comes back."""
+    streams = [Stream(two, "x" * i) for i in range(1, 7)]
+    await until(lambda: all(worker.last_step_id > 8 for worker in workers(two)))
+    for server in two.worker_servers:
+        await server.kill()
+    await until(lambda: two.engine.model_info().state == "recovering")
+    lost, back = list(two.engine.replicas)[1 - first], two.worker_servers[first]
+    await back.start()
+    for stream in streams:
+        await stream.check()
+    assert lost.loop.num_live == 0
+
+
 async def test_a_replica_that_is_lost_for_good_leaves_the_others(two: RunningScheduler) -> None:
     await two.worker_servers[0].kill()
     stream = Stream(two, "abc")
