@@ -43,11 +43,11 @@ async def continue_request(
     """What a call goes on from, if it does. Raises StepwireError as `check_priors` and `continue_sequences` do."""
     if not call.priors:
         return Continued()
-    check_priors(call, checked, tokens.vocab_size, max_tokens)
+    check_priors(call, checked, tokens, max_tokens)
     return await asyncio.to_thread(continue_sequences, call, checked, prompt_token_ids, tokens.detokenizer, max_tokens)
 
 
-def check_priors(call: GenerateInput, checked: Checked, vocab_size: int, max_tokens: int) -> None:
+def check_priors(call: GenerateInput, checked: Checked, tokens: Tokens, max_tokens: int) -> None:
     """Checks what a call says of its earlier output. Raises StepwireError FIELD_*, TOKEN_ID_OUT_OF_VOCABULARY."""
     priors = call.priors
     if len(priors) > checked.n:
@@ -66,13 +66,7 @@ def check_priors(call: GenerateInput, checked: Checked, vocab_size: int, max_tok
                 f"{max_tokens}",
                 {"field": FIELD, "value": str(len(token_ids)), "allowed": f"at most {max_tokens}"},
             )
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise StepwireError(
-                    "TOKEN_ID_OUT_OF_VOCABULARY",
-                    f"{FIELD} holds {token_id}; token ids go from 0 to {vocab_size - 1}",
-                    {"field": FIELD, "token_id": str(token_id), "vocab_size": str(vocab_size)},
-                )
+        tokens.check_ids(token_ids, FIELD)
 
 
 def continue_sequences(

@@ -18,13 +18,12 @@ from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry.metrics import Metrics
 from worker_service.device_thread import DeviceStopped, DeviceThread
 from worker_service.rpc.adapters import AdapterCalls
-from worker_service.rpc.failures import load_failure
 from worker_service.rpc.guard import stale_epoch
 from worker_service.rpc.limits import StepLimits, check_grammar, check_number, out_of_range
 from worker_service.rpc.metrics import WorkerMetrics
 from worker_service.rpc.paths import ModelRoots
 from worker_service.rpc.ports import Runtime
-from worker_service.rpc.progress import LoadProgress, WarmUpProgress, record_phases, seconds_of_phases
+from worker_service.rpc.progress import LoadProgress, WarmUpProgress, load_errors, record_phases, seconds_of_phases
 from worker_service.rpc.sleep import SleepCalls
 from worker_service.rpc.spans import SequenceSpans
 from worker_service.rpc.state import Cached, Loaded, Measured, Place, Warm, WorkerState
@@ -374,13 +373,8 @@ def _reset_runtime(runtime: Runtime, to: Phase) -> None:
 
 
 def _load_runtime(runtime: Runtime, path: Path, dtype: str, quantize: str, progress: LoadProgress) -> LoadSummary:
-    try:
+    with load_errors(progress):
         return runtime.load_model(path, dtype, progress.report, progress.is_cancelled, quantize)
-    except Exception as error:
-        failure = progress.cancel_reason or load_failure(error)
-        if failure is None:
-            raise
-        raise failure from error
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from opentelemetry.trace import Tracer
@@ -10,6 +11,7 @@ from opentelemetry.trace import Tracer
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry import names
 from stepwire.telemetry.trace import context_of, current_span, record_span
+from worker_service.rpc.failures import load_failure
 from worker_service.runtime.report import LoadSummary
 
 # At most ten messages a second.
@@ -31,6 +33,19 @@ class LoadProgress:
     def is_cancelled(self) -> bool:
         """Whether the load is to stop."""
         return self.cancel_reason is not None
+
+
+@contextmanager
+def load_errors(progress: LoadProgress) -> Iterator[None]:
+    """Gives what a load within raises the meaning that its caller is told: why it was stopped, or what its error says
+    of the checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        failure = progress.cancel_reason or load_failure(error)
+        if failure is None:
+            raise
+        raise failure from error
 
 
 class WarmUpProgress:

@@ -7,9 +7,8 @@ import structlog
 
 from stepwire.rpc.errors import StepwireError
 from worker_service.device_thread import DeviceThread
-from worker_service.rpc.failures import load_failure
 from worker_service.rpc.ports import Runtime
-from worker_service.rpc.progress import LoadProgress
+from worker_service.rpc.progress import LoadProgress, load_errors
 from worker_service.rpc.state import WorkerState
 from worker_service.rpc.stream import StepSession
 from worker_service.runtime.report import Phase, SleepLevel
@@ -80,10 +79,5 @@ class SleepCalls:
 
 
 def _wake_up_runtime(runtime: Runtime, progress: LoadProgress) -> None:
-    try:
+    with load_errors(progress):
         runtime.wake_up(progress.is_cancelled)
-    except Exception as error:
-        failure = progress.cancel_reason or load_failure(error)
-        if failure is None:
-            raise
-        raise failure from error
