@@ -94,13 +94,7 @@ def start(model: Model, adapters: Mapping[str, Path], folder: Path, dtype: str) 
     """`stepwire serve` with the adapters, ready."""
     flags = [f"--adapter={name}={path}" for name, path in adapters.items()]
     sizes = (f"--max-num-seqs={BATCH}", "--no-prefix-caching", "--max-draft-tokens=0", f"--dtype={dtype}")
-    server = StepwireServer(model.folder, folder, *sizes, *flags)
-    try:
-        server.wait_ready()
-    except BaseException:
-        server.close()
-        raise
-    return server
+    return StepwireServer.ready(model.folder, folder, *sizes, *flags)
 
 
 def measure_speed(

@@ -138,13 +138,7 @@ def start(name: str, model: Model, folder: Path, options: Options) -> System:
     """A process that loads the model."""
     if name == OURS:
         flags = (f"--max-num-seqs={MAX_SEQUENCES}", "--no-prefix-caching", "--dtype=bfloat16", *options.serve_flags)
-        server = StepwireServer(model.folder, folder, *flags)
-        try:
-            server.wait_ready()
-        except BaseException:
-            server.close()
-            raise
-        return server
+        return StepwireServer.ready(model.folder, folder, *flags)
     peer_options = {
         "model": str(model.gguf if name == "llamacpp" else model.folder),
         "threads": NUM_CORES,

@@ -37,6 +37,17 @@ class StepwireServer:
         self._runner = runner()
         self._client = self._runner.run(_client(self.target))
 
+    @classmethod
+    def ready(cls, model: Path, log_folder: Path, *flags: str) -> "StepwireServer":
+        """One that takes requests. Raises as `wait_ready`; then nothing is left of it."""
+        server = cls(model, log_folder, *flags)
+        try:
+            server.wait_ready()
+        except BaseException:
+            server.close()
+            raise
+        return server
+
     def wait_ready(self) -> None:
         """Returns when it takes requests. Raises StepwireError, or SystemExit when it has ended."""
         self._runner.run(self._wait_ready())

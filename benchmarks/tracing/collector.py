@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from stepwire.traces import TraceStore, serve_receiver
 
+_START_S = 10.0
+
 
 @contextmanager
 def receiving(store: TraceStore) -> Iterator[str]:
@@ -24,8 +26,9 @@ def receiving(store: TraceStore) -> Iterator[str]:
     thread = threading.Thread(target=asyncio.run, args=(receive(),), name="receiver")
     thread.start()
     try:
-        is_up.wait()
+        if not is_up.wait(_START_S):
+            raise TimeoutError("the receiver of traces did not start")
         yield endpoints[0]
     finally:
         stop.set()
-        thread.join()
+        thread.join(_START_S)

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from stepwire.cli.admin.connection import admin_options, connect
-from stepwire.cli.files import write_private
+from stepwire.cli.files import output_option, write_private
 from stepwire.cli.tables import print_table
 from stepwire.client.admin_types import ProfileRow, RankProfile
 
@@ -16,14 +16,7 @@ _LAYER = "layer "
 @click.command(name="profile")
 @click.option("--steps", default=20, show_default=True, help="Steps to profile; at most 200.")
 @click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait for steps to run.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("stepwire-profile.json.gz"),
-    show_default=True,
-    help="File for the timeline.",
-)
+@output_option("stepwire-profile.json.gz", "File for the timeline.")
 @click.option("--rows", "num_rows", default=20, show_default=True, help="Rows of the table.")
 @admin_options
 def profile_command(

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import grpc
 from opentelemetry.trace import TracerProvider
 
 from stepwire.client import _calls, _convert
 from stepwire.client._calls import DEFAULT_TIMEOUT_S, CallFactory, ClientCall
+from stepwire.client._closing import Closing
 from stepwire.client._convert import UnaryCall
 from stepwire.client._resume import DEFAULT_RESUME_S, Progress
 from stepwire.client.types import (
@@ -47,7 +47,7 @@ def call_unary(method: Any, span: ClientCall, call: UnaryCall[_T], timeout: floa
     return call.convert(answer)
 
 
-class GenerateStream(Iterator[Event]):
+class GenerateStream(Closing, Iterator[Event]):
     """The events of one request. Dropping it, closing it or leaving its `with` block cancels the request.
 
     Iterating raises StepwireError when the request fails. `close` may be called from any thread.
@@ -97,19 +97,11 @@ class GenerateStream(Iterator[Event]):
             self._span.cancelled()
             self._call.cancel()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __del__(self) -> None:
         self.close()
 
 
-class Client:
+class Client(Closing):
     """Calls a Stepwire service. Safe to share between threads; connects at the first call.
 
     `target` is "host:port". `key` and `tenant` are sent with every call. Spans go to `tracer_provider`, or to
@@ -221,14 +213,6 @@ class Client:
         """Cancels what is running and closes the connection."""
         self._is_closed = True
         self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _unary(self, call: UnaryCall[_T], timeout: float | None, *, traced: bool = True) -> _T:
         method = self._method(call.method)

@@ -1,13 +1,13 @@
 """The client of AdminService, for threads."""
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from opentelemetry.trace import TracerProvider
 
 from stepwire.client import _admin_convert, _calls
 from stepwire.client._calls import DEFAULT_TIMEOUT_S, CallFactory
+from stepwire.client._closing import Closing
 from stepwire.client._convert import UnaryCall
 from stepwire.client._sync import call_unary
 from stepwire.client.admin_types import Adapter, Profile, ServerState
@@ -19,7 +19,7 @@ SERVICE = "stepwire.v1.AdminService"
 _T = TypeVar("_T")
 
 
-class AdminClient:
+class AdminClient(Closing):
     """Operates a scheduler. Safe to share between threads; connects at the first call.
 
     `key` is the scheduler's admin key. All methods raise StepwireError when a call fails, and take a `timeout` in
@@ -82,14 +82,6 @@ class AdminClient:
         """Cancels what is running and closes the connection."""
         self._is_closed = True
         self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _call(self, call: UnaryCall[_T], timeout: float | None) -> _T:
         if self._is_closed:

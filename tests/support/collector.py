@@ -1,13 +1,12 @@
 """A trace collector in a thread of its own, for sessions of tests with an event loop each."""
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from benchmarks.tracing.collector import receiving
 from stepwire.telemetry import names
-from stepwire.traces import Trace, TraceStore, serve_receiver
+from stepwire.traces import Trace, TraceStore
 
 _POLL_S = 0.05
 
@@ -38,21 +37,6 @@ class Collector:
 @contextmanager
 def collecting() -> Iterator[Collector]:
     """A collector on a free port."""
-    store, started, stop = TraceStore(), threading.Event(), threading.Event()
-    endpoints: list[str] = []
-
-    async def receive() -> None:
-        receiver = await serve_receiver(store, port=0)
-        endpoints.append(receiver.endpoint)
-        started.set()
-        await asyncio.to_thread(stop.wait)
-        await receiver.stop()
-
-    thread = threading.Thread(target=asyncio.run, args=(receive(),), name="collector")
-    thread.start()
-    try:
-        assert started.wait(10)
-        yield Collector(store, endpoints[0])
-    finally:
-        stop.set()
-        thread.join(10)
+    store = TraceStore()
+    with receiving(store) as endpoint:
+        yield Collector(store, endpoint)

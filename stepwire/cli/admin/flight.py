@@ -5,18 +5,11 @@ from pathlib import Path
 import click
 
 from stepwire.cli.admin.connection import admin_options, connect
-from stepwire.cli.files import write_private
+from stepwire.cli.files import output_option, write_private
 
 
 @click.command()
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("stepwire.flight"),
-    show_default=True,
-    help="File to write.",
-)
+@output_option("stepwire.flight", "File to write.")
 @admin_options
 def flight(target: str, admin_key: str | None, timeout: float, output: Path) -> None:
     """Write down the last steps of a server's workers.
