@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from loader.layout import weight_slices
 from loader.shares import RankPlace
 from loader.store.folder import StoreFolder
 from loader.weights import load_weights
+from tests.support.runtime_settings import Settings
 from tests.support.tiny_checkpoint import make_tiny_llama
 from worker_service.runtime import restart_store
 from worker_service.runtime.engine import TorchEngine
@@ -345,22 +345,6 @@ def test_the_default_store_forgets_at_a_stop_and_one_that_was_set_does_not(tiny_
         other.attached = {}
         store.forget()
         assert len(entries(tmp_path)) == is_set
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a runtime needs."""
-
-    native_kernels: bool
-    device: str = "cpu"
-    threads: int | None = 1
-    memory_fraction: float = 0.9
-    memory_limit_bytes: int | None = None
-    kv_cache_bytes: int | None = None
-    local_ranks: int = 1
-    adapter_slots: int = 0
-    max_adapter_rank: int = 64
-    adapter_host_bytes: int = 2**30
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

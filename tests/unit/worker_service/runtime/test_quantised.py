@@ -1,6 +1,5 @@
 """Quantised checkpoints generate what the unquantised ones generate that they stand for."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from loader.checkpoint import open_checkpoint
 from loader.quantised.roundings import ROUNDINGS, Rounding
 from loader.shares import RankPlace
+from tests.support.runtime_settings import Settings
 from tests.support.tiny_checkpoint import make_tiny_llama
 from tests.support.tiny_quantised_models import (
     ROUNDED_INPUTS,
@@ -30,20 +30,6 @@ from worker_service.runtime.step import Sampling
 from worker_service.runtime.worker import WorkerRuntime
 
 PROMPTS = ([5, 9, 200, 31], [7] * 11, [300, 4, 18, 77, 120, 66])
-
-
-@dataclass(frozen=True)
-class Settings:
-    device: str = "cpu"
-    threads: int | None = 1
-    native_kernels: bool = True
-    memory_fraction: float = 0.9
-    memory_limit_bytes: int | None = None
-    kv_cache_bytes: int | None = None
-    local_ranks: int = 1
-    adapter_slots: int = 0
-    max_adapter_rank: int = 64
-    adapter_host_bytes: int = 2**30
 
 
 def generated(folder: Path, sampling: Sampling | None = None) -> list[Driven]:
@@ -82,7 +68,7 @@ def test_rounding_inputs_changes_probabilities_a_little(tmp_path: Path, name: st
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_worker_rounds_while_it_reads_and_that_is_part_of_what_it_holds(tmp_path: Path, rounding: Rounding) -> None:
     folder = make_tiny_llama(tmp_path, hidden_size=128, intermediate_size=256)
-    runtime = WorkerRuntime(Settings())
+    runtime = WorkerRuntime(Settings(native_kernels=True))
     runtime.init_device(RankPlace())
 
     def load(quantize: str) -> LoadSummary:

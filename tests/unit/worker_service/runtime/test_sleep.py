@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from loader.checkpoint import open_checkpoint
 from loader.errors import LoadCancelled
 from loader.shares import RankPlace
+from tests.support.runtime_settings import Settings
 from tests.support.tiny_adapter import make_tiny_adapter
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from tests.support.tiny_others import SERVED, make_tiny_other
@@ -37,20 +38,6 @@ def never() -> bool:
 
 
 SIZES = (16, 16, 256)
-
-
-@dataclass(frozen=True)
-class Settings:
-    device: str = "cpu"
-    threads: int | None = 1
-    native_kernels: bool = False
-    memory_fraction: float = 0.9
-    memory_limit_bytes: int | None = None
-    kv_cache_bytes: int | None = None
-    local_ranks: int = 1
-    adapter_slots: int = 0
-    max_adapter_rank: int = 64
-    adapter_host_bytes: int = 2**30
 
 
 @pytest.fixture(params=["torch", "compiled"])

@@ -1,7 +1,6 @@
 """The runtime as the service uses it: phase after phase, on a tiny model and on the demo model."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from loader.checkpoint import open_checkpoint
 from loader.errors import CheckpointError, LoadCancelled
 from loader.shares import RankPlace
 from loader.tokenizer import load_tokenizer
+from tests.support.runtime_settings import Settings
 from tests.support.tiny_checkpoint import make_tiny_llama
 from worker_service.runtime import memory
 from worker_service.runtime.errors import RuntimeFailure
@@ -22,20 +22,6 @@ from worker_service.runtime.worker import WorkerRuntime
 
 CACHE = Path(os.environ.get("STEPWIRE_CACHE", "~/.cache/stepwire")).expanduser()
 DEMO = CACHE / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@dataclass(frozen=True)
-class Settings:
-    device: str = "cpu"
-    threads: int | None = 1
-    native_kernels: bool = False
-    memory_fraction: float = 0.9
-    memory_limit_bytes: int | None = None
-    kv_cache_bytes: int | None = None
-    local_ranks: int = 1
-    adapter_slots: int = 0
-    max_adapter_rank: int = 64
-    adapter_host_bytes: int = 2**30
 
 
 def ignore(*_: object) -> None:

@@ -1,7 +1,6 @@
 """The runtime through all phases, on models of every kind: from a checkpoint to a token, and from the restart store."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from transformers.utils import logging
 from loader.errors import CheckpointError
 from loader.shares import RankPlace
 from tests.support.mixture import greedy_tokens, mixed_prompts
+from tests.support.runtime_settings import Settings
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
 from tests.support.tiny_others import REFUSED, SERVED, make_tiny_other
 from worker_service.runtime.report import LoadSummary
@@ -22,20 +22,6 @@ from worker_service.runtime.worker import WorkerRuntime
 OTHERS = ("gpt2", "gpt_bigcode", "cohere2")
 # Layers times key-value heads times the size of a head.
 KV_VALUES = {"gpt2": 2 * 32, "gpt_bigcode": 2 * 8, "cohere2": 4 * 16}
-
-
-@dataclass(frozen=True)
-class Settings:
-    device: str = "cpu"
-    threads: int | None = 1
-    native_kernels: bool = False
-    memory_fraction: float = 0.9
-    memory_limit_bytes: int | None = None
-    kv_cache_bytes: int | None = None
-    local_ranks: int = 1
-    adapter_slots: int = 0
-    max_adapter_rank: int = 64
-    adapter_host_bytes: int = 2**30
 
 
 @pytest.fixture(autouse=True, scope="module")
