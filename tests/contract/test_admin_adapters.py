@@ -3,21 +3,18 @@ requests run."""
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from scheduler_service.rpc.admin.adapters import AdapterRoots
-from stepwire.client.admin import AdminClient
 from stepwire.client.admin_types import Adapter
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import inference_pb2 as pb
 from tests.support.fake_worker import expected_tokens
-from tests.support.scheduler_server import RunningScheduler, running_scheduler, tokens_of, until
+from tests.support.scheduler_server import ADMIN_KEY, RunningScheduler, running_scheduler, tokens_of, until
 
-T = TypeVar("T")
-KEY = "an-admin-key-of-some-length"
 PROMPT = list(range(60, 100))
 
 
@@ -33,21 +30,16 @@ class Operator:
         self.worker = scheduler.worker
         self.worker.adapter_contents |= {f"/adapters/{name}": name for name in "abc"}
 
-    async def admin(self, work: Callable[[AdminClient], T]) -> T:
-        def run() -> T:
-            with AdminClient(self.scheduler.address, key=KEY) as client:
-                return work(client)
-
-        return await asyncio.to_thread(run)
-
     async def load(self, name: str, path: str = "") -> Adapter:
-        return await self.admin(lambda client: client.load_adapter(name, path or f"/adapters/{name}", timeout=10))
+        return await self.scheduler.operate(
+            lambda client: client.load_adapter(name, path or f"/adapters/{name}", timeout=10)
+        )
 
     async def unload(self, name: str, *, wait: bool = False) -> None:
-        await self.admin(lambda client: client.unload_adapter(name, wait=wait, timeout=10))
+        await self.scheduler.operate(lambda client: client.unload_adapter(name, wait=wait, timeout=10))
 
     async def adapters(self) -> tuple[Adapter, ...]:
-        return await self.admin(lambda client: client.list_adapters())
+        return await self.scheduler.operate(lambda client: client.list_adapters())
 
     async def error_of(self, call: Any) -> StepwireError:
         with pytest.raises(StepwireError) as caught:
@@ -72,7 +64,7 @@ def cached(responses: list[pb.GenerateResponse]) -> int:
 
 @pytest.fixture
 async def operator() -> AsyncIterator[Operator]:
-    async with running_scheduler(admin_key=KEY) as scheduler:
+    async with running_scheduler(admin_key=ADMIN_KEY) as scheduler:
         yield Operator(scheduler)
 
 
@@ -139,7 +131,9 @@ async def test_an_unload_goes_on_when_its_caller_leaves(operator: Operator) -> N
     operator.worker.gate.clear()
     call = operator.scheduler.stub.Generate(pb.GenerateRequest(**operator.request("a")))
     await until(lambda: operator.scheduler.engine.model_info().num_running == 1)
-    error = await operator.error_of(operator.admin(lambda client: client.unload_adapter("a", wait=True, timeout=0.2)))
+    error = await operator.error_of(
+        operator.scheduler.operate(lambda client: client.unload_adapter("a", wait=True, timeout=0.2))
+    )
     assert error.reason == "DEADLINE_EXCEEDED"
     call.cancel()
     operator.worker.gate.set()
@@ -187,7 +181,7 @@ async def test_no_more_adapters_run_at_once_than_workers_have_places_for(operato
 
 
 async def test_a_preempted_sequence_comes_back_with_its_adapter() -> None:
-    async with running_scheduler(admin_key=KEY, num_blocks=12, max_model_len=160) as scheduler:
+    async with running_scheduler(admin_key=ADMIN_KEY, num_blocks=12, max_model_len=160) as scheduler:
         operator = Operator(scheduler)
         await operator.load("a")
         answers = await asyncio.gather(*(operator.generate("a", max_tokens=90) for _ in range(4)))
@@ -241,14 +235,18 @@ async def test_what_a_worker_refuses_is_not_loaded(operator: Operator) -> None:
     ],
 )
 async def test_names_and_paths_are_bounded(operator: Operator, name: str, path: str, field: str) -> None:
-    error = await operator.error_of(operator.admin(lambda client: client.load_adapter(name, path, timeout=10)))
+    error = await operator.error_of(
+        operator.scheduler.operate(lambda client: client.load_adapter(name, path, timeout=10))
+    )
     assert (error.code.name, error.metadata["field"]) == ("INVALID_ARGUMENT", field)
     assert "AddAdapter" not in operator.worker.calls
 
 
 @pytest.mark.parametrize("path", ["/adapters/../etc", "/adapters", "/adaptersx/a", "/other/a", "/adapters/./../b"])
 async def test_paths_lie_below_the_roots(path: str) -> None:
-    async with running_scheduler(admin_key=KEY, adapter_roots=AdapterRoots(["/adapters/"], "0.0.0.0")) as scheduler:
+    async with running_scheduler(
+        admin_key=ADMIN_KEY, adapter_roots=AdapterRoots(["/adapters/"], "0.0.0.0")
+    ) as scheduler:
         operator = Operator(scheduler)
         error = await operator.error_of(operator.load("a", path))
         assert (error.reason, error.metadata["field"]) == ("FIELD_INVALID", "path")
@@ -261,7 +259,7 @@ def test_off_loopback_nothing_is_allowed_without_roots() -> None:
 
 
 async def test_the_number_of_adapters_is_bounded() -> None:
-    async with running_scheduler(admin_key=KEY, max_adapters=1) as scheduler:
+    async with running_scheduler(admin_key=ADMIN_KEY, max_adapters=1) as scheduler:
         operator = Operator(scheduler)
         await operator.load("a")
         error = await operator.error_of(operator.load("b"))

@@ -3,38 +3,25 @@
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from scheduler_service.rpc.flight_file import read
 from scheduler_service.rpc.replay import ReplayPlan
-from stepwire.client.admin import AdminClient
 from stepwire.rpc.errors import StepwireError
-from tests.support.scheduler_server import RunningScheduler, running_scheduler, tokens_of, until
-
-T = TypeVar("T")
-KEY = "an-admin-key-of-some-length"
+from tests.support.scheduler_server import ADMIN_KEY, RunningScheduler, running_scheduler, tokens_of, until
 
 
 @pytest.fixture
 async def scheduler() -> AsyncIterator[RunningScheduler]:
-    async with running_scheduler(admin_key=KEY) as running:
+    async with running_scheduler(admin_key=ADMIN_KEY) as running:
         yield running
 
 
-async def with_client(scheduler: RunningScheduler, work: Callable[[AdminClient], T]) -> T:
-    def run() -> T:
-        with AdminClient(scheduler.address, key=KEY) as client:
-            return work(client)
-
-    return await asyncio.to_thread(run)
-
-
 async def test_a_profile_has_the_ranks_times_and_one_timeline(scheduler: RunningScheduler) -> None:
-    asked = asyncio.create_task(with_client(scheduler, lambda client: client.profile(5, wait_s=20)))
+    asked = asyncio.create_task(scheduler.operate(lambda client: client.profile(5, wait_s=20)))
     await until(lambda: "StartProfile" in scheduler.worker.calls)
     await scheduler.generate(text="a", sampling={"max_tokens": 12})
     profile = await asked
@@ -49,22 +36,22 @@ async def test_a_profile_has_the_ranks_times_and_one_timeline(scheduler: Running
 
 async def test_without_steps_there_is_no_profile(scheduler: RunningScheduler) -> None:
     with pytest.raises(StepwireError, match="profile while requests run"):
-        await with_client(scheduler, lambda client: client.profile(5, wait_s=0.1))
+        await scheduler.operate(lambda client: client.profile(5, wait_s=0.1))
     assert scheduler.worker.calls[-1] == "StopProfile"
 
 
 @pytest.mark.parametrize(("num_steps", "wait_s"), [(0, 1.0), (201, 1.0), (-1, 1.0), (5, 0.0), (5, -1.0), (5, 601.0)])
 async def test_numbers_are_bounded(scheduler: RunningScheduler, num_steps: int, wait_s: float) -> None:
     with pytest.raises(StepwireError) as caught:
-        await with_client(scheduler, lambda client: client.profile(num_steps, wait_s=wait_s))
+        await scheduler.operate(lambda client: client.profile(num_steps, wait_s=wait_s))
     assert caught.value.reason == "FIELD_OUT_OF_RANGE"
 
 
 async def test_one_profile_at_a_time(scheduler: RunningScheduler) -> None:
-    first = asyncio.create_task(with_client(scheduler, lambda client: client.profile(1, wait_s=20)))
+    first = asyncio.create_task(scheduler.operate(lambda client: client.profile(1, wait_s=20)))
     await until(lambda: "StartProfile" in scheduler.worker.calls)
     with pytest.raises(StepwireError, match="another profile goes on"):
-        await with_client(scheduler, lambda client: client.profile(1))
+        await scheduler.operate(lambda client: client.profile(1))
     await scheduler.generate(text="a", sampling={"max_tokens": 3})
     assert (await first).timeline
 
@@ -72,7 +59,7 @@ async def test_one_profile_at_a_time(scheduler: RunningScheduler) -> None:
 async def test_the_flight_recording_holds_the_last_steps(scheduler: RunningScheduler, tmp_path: Path) -> None:
     responses = await scheduler.generate(text="abc", sampling={"max_tokens": 9, "ignore_eos": True})
     path = tmp_path / "steps.flight"
-    path.write_bytes(await with_client(scheduler, lambda client: client.get_flight()))
+    path.write_bytes(await scheduler.operate(lambda client: client.get_flight()))
     recording = read(path)
     assert (recording.header.epoch, recording.header.reason) == (1, "asked for")
     answered = [step.result for step in recording.steps if step.HasField("result")]

@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 
-from stepwire.client.admin import AdminClient
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import inference_pb2 as pb
 from tests.support.fake_worker import FakeWorker, FakeWorkerServer, expected_tokens, letter_ids
-from tests.support.scheduler_server import RunningScheduler, running_scheduler, tokens_of, until
+from tests.support.scheduler_server import ADMIN_KEY, RunningScheduler, running_scheduler, tokens_of, until
 
-KEY = "an-admin-key-of-some-length"
 NUM_TOKENS = 60
 
 
 @pytest.fixture
 async def two() -> AsyncIterator[RunningScheduler]:
-    async with running_scheduler(admin_key=KEY, num_replicas=2) as running:
+    async with running_scheduler(admin_key=ADMIN_KEY, num_replicas=2) as running:
         for server in running.worker_servers:
             server.worker.step_delay_s = 0.005
         yield running
@@ -48,14 +46,6 @@ class Stream:
 
 def workers(scheduler: RunningScheduler) -> list[FakeWorker]:
     return [server.worker for server in scheduler.worker_servers]
-
-
-async def admin(scheduler: RunningScheduler, work: Any) -> Any:
-    def run() -> Any:
-        with AdminClient(scheduler.address, key=KEY) as client:
-            return work(client)
-
-    return await asyncio.to_thread(run)
 
 
 async def test_both_serve_and_each_stream_is_whole(two: RunningScheduler) -> None:
@@ -137,30 +127,30 @@ async def test_an_id_is_taken_wherever_it_lives(two: RunningScheduler) -> None:
 async def test_a_drained_replicas_requests_go_on_and_its_workers_stay(two: RunningScheduler) -> None:
     streams = [Stream(two, "x" * i, n=1 + i % 2) for i in range(1, 7)]
     await until(lambda: all(worker.last_step_id > 8 for worker in workers(two)))
-    await admin(two, lambda client: client.drain_replica(0))
+    await two.operate(lambda client: client.drain_replica(0))
     steps = two.worker.last_step_id
     for stream in streams:
         await stream.check()
     await Stream(two, "later").check()
     assert two.worker.last_step_id <= steps + 1
     assert [replica.number for replica in two.engine.replicas] == [1]
-    state = await admin(two, lambda client: client.get_state())
+    state = await two.operate(lambda client: client.get_state())
     assert [worker.replica for worker in state.workers] == [1]
     for number in (0, 1, 7):
         with pytest.raises(StepwireError, match="cannot be drained"):
-            await admin(two, lambda client, number=number: client.drain_replica(number))
+            await two.operate(lambda client, number=number: client.drain_replica(number))
 
 
 async def test_a_replica_that_is_added_serves() -> None:
-    async with running_scheduler(admin_key=KEY) as one:
+    async with running_scheduler(admin_key=ADMIN_KEY) as one:
         server = FakeWorkerServer(FakeWorker(choices=letter_ids(one.tokenizer)))
         await server.start()
         try:
-            number = await admin(one, lambda client: client.add_replica([server.address]))
+            number = await one.operate(lambda client: client.add_replica([server.address]))
             assert number == 1
             with pytest.raises(StepwireError, match="serve already"):
-                await admin(one, lambda client: client.add_replica([server.address]))
-            await admin(one, lambda client: client.drain_replica(0))
+                await one.operate(lambda client: client.add_replica([server.address]))
+            await one.operate(lambda client: client.drain_replica(0))
             await Stream(one, "abc").check()
             assert server.worker.last_step_id > NUM_TOKENS / 2
         finally:
@@ -170,7 +160,7 @@ async def test_a_replica_that_is_added_serves() -> None:
 @pytest.mark.parametrize("addresses", [[], ["nowhere"], ["host:0"], ["host:99999"], ["a:1", "a:1"], ["x" * 600 + ":1"]])
 async def test_addresses_that_are_none_are_refused(two: RunningScheduler, addresses: list[str]) -> None:
     with pytest.raises(StepwireError) as caught:
-        await admin(two, lambda client: client.add_replica(addresses))
+        await two.operate(lambda client: client.add_replica(addresses))
     assert caught.value.reason == "FIELD_INVALID"
     assert len(two.engine.replicas) == 2
 

@@ -15,9 +15,8 @@ from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import admin_pb2, admin_pb2_grpc
 from stepwire.v1 import inference_pb2 as pb
 from tests.support.fake_worker import expected_tokens, letter_ids
-from tests.support.scheduler_server import RunningScheduler, running_scheduler, tokens_of, until
+from tests.support.scheduler_server import ADMIN_KEY, RunningScheduler, running_scheduler, tokens_of, until
 
-KEY = "an-admin-key-of-some-length"
 PROMPT = list(range(10, 60))
 
 
@@ -32,8 +31,8 @@ def expected(scheduler: RunningScheduler, num: int = 9, index: int = 0) -> list[
 
 @asynccontextmanager
 async def started(rule: SleepRule = SleepRule()) -> AsyncIterator[tuple[RunningScheduler, AdminClient]]:  # noqa: B008
-    async with running_scheduler(admin_key=KEY, sleep_rule=rule) as scheduler:
-        with AdminClient(scheduler.address, key=KEY) as client:
+    async with running_scheduler(admin_key=ADMIN_KEY, sleep_rule=rule) as scheduler:
+        with AdminClient(scheduler.address, key=ADMIN_KEY) as client:
             yield scheduler, client
 
 
@@ -197,7 +196,7 @@ async def test_a_drain_ends_what_waits_for_a_sleeping_worker() -> None:
 
 async def test_a_level_that_is_none_is_refused() -> None:
     async with started() as (scheduler, _):
-        channel = create_channel(scheduler.address, max_message_bytes=1 << 20, key=KEY)
+        channel = create_channel(scheduler.address, max_message_bytes=1 << 20, key=ADMIN_KEY)
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         for level in (0, 3, -1):
             with pytest.raises(Exception, match="level is"):

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from opentelemetry.trace import TracerProvider
@@ -28,6 +28,7 @@ from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServic
 from scheduler_service.rpc.flight_log import FlightLog
 from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
 from scheduler_service.rpc.worker_client import WorkerClient
+from stepwire.client.admin import AdminClient
 from stepwire.rpc.channel import create_channel
 from stepwire.rpc.errors import StepwireError, from_rpc_error
 from stepwire.rpc.server import add_standard_services, bind, create_server
@@ -40,6 +41,9 @@ from tests.support.fake_worker import FakeWorker, FakeWorkerServer, letter_ids
 from tests.support.tiny_checkpoint import CHAT_TEMPLATE, EOS_TOKEN_ID, tiny_tokenizer
 
 MODEL = "tiny"
+ADMIN_KEY = "an-admin-key-of-some-length"
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -71,6 +75,15 @@ class RunningScheduler:
         except StepwireError as error:
             return error
         raise AssertionError("the call did not fail")
+
+    async def operate(self, work: Callable[[AdminClient], T], key: str = ADMIN_KEY) -> T:
+        """What `work` returns of an operator's client, in a thread beside the service. Raises StepwireError."""
+
+        def run() -> T:
+            with AdminClient(self.address, key=key) as client:
+                return work(client)
+
+        return await asyncio.to_thread(run)
 
     def free_blocks(self) -> int:
         """Blocks that no sequence holds."""
