@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from stepwire.client import AsyncClient, PromptLogprobs
 from stepwire.v1 import inference_pb2 as pb
 from tests.support.fake_worker import expected_scores, expected_tokens, letter_ids
@@ -48,9 +50,11 @@ async def test_a_prompt_of_one_token_has_none() -> None:
         assert len(tokens_of(responses, 1)) == 3
 
 
-async def test_preempted_and_crowded_prompts_are_told_of_once() -> None:
-    # 20 blocks and chunks of 64 tokens: prompts wait for each other and are preempted.
-    async with running_scheduler(num_blocks=20, max_model_len=256) as scheduler:
+@pytest.mark.parametrize("chunk", [64, 16])
+async def test_preempted_and_crowded_prompts_are_told_of_once(chunk: int) -> None:
+    # 20 blocks: prompts wait for each other and are preempted; a resumed one may take several chunks to get to where
+    # it had been told of.
+    async with running_scheduler(num_blocks=20, max_model_len=256, max_step_tokens=chunk) as scheduler:
 
         async def one(i: int) -> None:
             prompt = [10 + (i * 3 + j) % 200 for j in range(2 + 9 * i)]

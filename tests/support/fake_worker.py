@@ -256,7 +256,10 @@ class FakeWorker:
         if first == sequence.new.prompt_token_count:
             return
         _require(begin < first, f"position {first} of a prompt cannot be told of")
-        sequence.scored = last = min(sequence.computed + 1, sequence.new.prompt_token_count)
+        last = min(sequence.computed + 1, sequence.new.prompt_token_count)
+        if last <= first:  # It computes again what a preemption took, and has been told of already.
+            return
+        sequence.scored = last
         token_ids = sequence.token_ids[first:last]
         slots = [self.slots[self._place(sequence, position - 1)] for position in range(first, last)]
         values = [logprob_of(slot, token_id) for slot, token_id in zip(slots, token_ids, strict=True)]
