@@ -26,7 +26,7 @@ class Rig:
 
     def add(self, count: int, max_tokens: int = 20, length: int = 3) -> None:
         for _ in range(count):
-            number = len(self.scheduler._live)
+            number = len(self.scheduler._roster.live)
             self.scheduler.add_request(Request(f"r{number}.{self.worker.last_step_id}", [1] * length, max_tokens))
 
     def send(self) -> None:
@@ -85,6 +85,6 @@ def test_nobody_starves_while_others_come() -> None:
     for _ in range(40):
         rig.send()
         rig.answer()
-    counts = [len(sequence.token_ids) for sequence in rig.scheduler._running]
+    counts = [len(sequence.token_ids) for sequence in rig.scheduler._roster.running]
     assert len(counts) == 5
     assert max(counts) - min(counts) <= 2

@@ -319,12 +319,3 @@ def test_an_epoch_that_ends_when_nothing_is_left_leaves_nothing_to_send() -> Non
     assert not rig.scheduler.is_idle
     rig.lose_worker()
     assert rig.scheduler.is_idle
-
-
-def test_the_check_finds_a_sequence_that_stands_nowhere() -> None:
-    rig = SchedulerRig()
-    sequence = rig.add_one("a", 5)
-    rig.step()
-    rig.scheduler._running.remove(sequence)
-    with pytest.raises(RuntimeError):
-        rig.scheduler.check_integrity()

@@ -185,7 +185,7 @@ def test_tenants_are_charged_for_what_is_accepted() -> None:
     sequence = rig.add_one("r", 5, 40, max_draft_tokens=3, tenant="a")
     rig.add("other", 5, 40, tenant="b")
     decoding(rig, sequence)
-    ledger = rig.scheduler._tenants
+    ledger = rig.scheduler._roster.tenants
     before = ledger.served("a")
     rig.send()
     answer(rig, sequence, [50, 51])
