@@ -56,6 +56,11 @@ class DeviceThread(Generic[R]):
         """The runtime, for attributes that may be read from any thread; None until it is made."""
         return self._runtime
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a call has ended it, so that it takes no more work."""
+        return self._runtime is not None and self._failure is not None
+
     def start(self) -> None:
         """Starts the thread; outcomes go to the running event loop."""
         self._loop = asyncio.get_running_loop()
@@ -119,8 +124,12 @@ class DeviceThread(Generic[R]):
                 result = call(runtime)
             except BaseException as error:
                 self.launched()
+                is_fatal = self._is_fatal(error)
+                if is_fatal:
+                    # Before anybody hears of the error: who asks then must not find a thread that seems whole.
+                    self._failure = error
                 self._deliver(done, None, _reportable(error))
-                if self._is_fatal(error):
+                if is_fatal:
                     self._fail(error)
             else:
                 self.launched()

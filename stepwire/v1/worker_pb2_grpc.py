@@ -253,7 +253,8 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Says how the worker stands. Answers at once, whatever the device is doing.
+        """Says how the worker stands. Answers at once, whatever the device is doing; MODEL_NOT_READY once the device
+        has failed and the process is ending.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -99,7 +99,9 @@ class WorkerServiceStub:
     into a new epoch.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
-    """Says how the worker stands. Answers at once, whatever the device is doing."""
+    """Says how the worker stands. Answers at once, whatever the device is doing; MODEL_NOT_READY once the device
+    has failed and the process is ending.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -172,7 +174,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     into a new epoch.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """Says how the worker stands. Answers at once, whatever the device is doing."""
+    """Says how the worker stands. Answers at once, whatever the device is doing; MODEL_NOT_READY once the device
+    has failed and the process is ending.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a scheduler calls on a worker: a process that owns one device and holds one
@@ -338,6 +342,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetStatusResponse, _abc.Awaitable[_worker_pb2.GetStatusResponse]]:
-        """Says how the worker stands. Answers at once, whatever the device is doing."""
+        """Says how the worker stands. Answers at once, whatever the device is doing; MODEL_NOT_READY once the device
+        has failed and the process is ending.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -278,6 +278,10 @@ async def test_a_broken_device_is_told_on_the_stream_and_ends_the_worker() -> No
         await stream.send(decode_step(2, {1: 3}))
         failure = from_rpc_error(await stream.error())
         assert failure.metadata["cause"] == "AcceleratorError: illegal address"
+        # Who begins a new epoch is to wait for the process that comes, and not to walk this one to its end.
+        with pytest.raises(grpc.aio.AioRpcError) as ending:
+            await worker.status()
+        assert from_rpc_error(ending.value).reason == "MODEL_NOT_READY"
         assert await asyncio.wait_for(worker.worker.wait(), 10) is ExitCode.DEVICE_FAILED
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await worker.reset(2)

@@ -1,8 +1,9 @@
 """The C interface of cpu/api.h, in ctypes."""
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_bool, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 _Pointer = c_void_p
 
@@ -105,24 +106,36 @@ class Head(Structure):
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sw_pool_create": (c_void_p, (c_int32, c_int32, c_int32)),
     "sw_pool_destroy": (None, (c_void_p,)),
-    "sw_linear": (None, (c_void_p, c_int32, _Pointer, c_int64, _Pointer, _Pointer, c_int32, c_int32, _Pointer)),
+    "sw_linear": (c_bool, (c_void_p, c_int32, _Pointer, c_int64, _Pointer, _Pointer, c_int32, c_int32, _Pointer)),
     "sw_quantised_linear": (
-        None,
+        c_bool,
         (c_void_p, c_int32, _Pointer, c_int64, POINTER(Quantised), _Pointer, c_int32, _Pointer),
     ),
     "sw_decoder_create": (c_void_p, (c_void_p, POINTER(Model))),
     "sw_decoder_destroy": (None, (c_void_p,)),
-    "sw_forward": (None, (c_void_p, POINTER(Batch), _Pointer, _Pointer, c_int32, c_int32, POINTER(Head))),
-    "sw_attention_half": (None, (c_void_p, POINTER(Batch), c_int32, _Pointer, _Pointer)),
-    "sw_mlp_half": (None, (c_void_p, POINTER(Batch), c_int32, _Pointer, _Pointer)),
-    "sw_add_branch": (None, (c_void_p, c_int32, c_int32, c_int32, _Pointer, _Pointer)),
+    "sw_forward": (c_bool, (c_void_p, POINTER(Batch), _Pointer, _Pointer, c_int32, c_int32, POINTER(Head))),
+    "sw_attention_half": (c_bool, (c_void_p, POINTER(Batch), c_int32, _Pointer, _Pointer)),
+    "sw_mlp_half": (c_bool, (c_void_p, POINTER(Batch), c_int32, _Pointer, _Pointer)),
+    "sw_add_branch": (c_bool, (c_void_p, c_int32, c_int32, c_int32, _Pointer, _Pointer)),
 }
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Loads a library that `build` made. Calls of a CDLL release the interpreter's lock. Raises OSError."""
+    """Loads a library that `build` made. Calls of a CDLL release the interpreter's lock. Raises OSError.
+
+    Its functions raise MemoryError.
+    """
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+        if result is not None:
+            function.errcheck = _checked
     return library
+
+
+def _checked(result: Any, function: Any, _arguments: Any) -> Any:
+    """What a function of the library answered: nothing, or false, where it found no memory."""
+    if not result:
+        raise MemoryError(f"{function.__name__} of the compiled kernels found no memory, or no room for a thread")
+    return result

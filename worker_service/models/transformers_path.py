@@ -32,6 +32,7 @@ from worker_service.models.transformers_probe import (
     probe_tokens,
     recorded,
 )
+from worker_service.runtime.shortage import is_out_of_memory
 
 # Their frequencies follow the longest sequence in a batch: what one gets would depend on the others.
 _BATCH_ROPES = ("dynamic", "longrope")
@@ -205,12 +206,12 @@ class TransformersModel:
         """Definitions are others' code: whatever goes wrong in one while it is tried is a reason to refuse it."""
         try:
             yield
-        except (CheckpointError, MemoryError, torch.OutOfMemoryError):
+        except CheckpointError:
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             text = str(error) or type(error).__name__
-            if "can't allocate memory" in text:
-                raise  # which is how torch says so of a CPU's
             raise CheckpointError(
                 "unsupported",
                 f"transformers' definition of {self.config.architecture} cannot be served: {text[:500]}",

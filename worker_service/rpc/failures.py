@@ -7,6 +7,7 @@ from loader.errors import CheckpointError
 from stepwire.rpc.errors import StepwireError
 from worker_service.device_thread import DeviceStopped
 from worker_service.runtime.errors import RuntimeFailure
+from worker_service.runtime.shortage import breaks_thread, is_out_of_memory
 from worker_service.runtime.step import StateMismatch
 
 _REASON_OF_CHECKPOINT_CODE: Mapping[str, str] = {
@@ -31,13 +32,18 @@ _FATAL_RUNTIME_CODE = "device_failed"
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the process must end, because the device, or the interpreter, can no longer be trusted."""
-    if isinstance(error, RuntimeFailure):
-        return error.code == _FATAL_RUNTIME_CODE
+    """Whether the process must end, because the device, or the interpreter, can no longer be trusted.
+
+    What an error follows from counts as it does: it may have been given another meaning, such as want of memory.
+    """
+    if isinstance(error, RuntimeFailure) and error.code == _FATAL_RUNTIME_CODE:
+        return True
     # torch's own error of a broken accelerator, known by name so that this module needs no torch.
     if any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__):
         return True
-    return not isinstance(error, Exception)
+    if not isinstance(error, Exception) or breaks_thread(error):
+        return True
+    return error.__cause__ is not None and is_fatal(error.__cause__)
 
 
 def phase_failure(error: BaseException) -> StepwireError | None:
@@ -49,8 +55,8 @@ def phase_failure(error: BaseException) -> StepwireError | None:
     if isinstance(error, RuntimeFailure):
         reason = _REASON_OF_RUNTIME_CODE.get(error.code, "WORKER_FAILED")
         return StepwireError(reason, str(error), {"cause": error.code, **error.metadata})
-    if isinstance(error, MemoryError):
-        return StepwireError("OUT_OF_MEMORY", "the worker's host has no memory left", {"cause": "MemoryError"})
+    if is_out_of_memory(error):
+        return _out_of_memory(error, {})
     if isinstance(error, DeviceStopped):
         return _worker_failure(error.__cause__ or error, {})
     if is_fatal(error):
@@ -80,6 +86,8 @@ def step_failure(error: BaseException, *, step_id: int | None = None) -> Stepwir
         return StepwireError(_REASON_OF_RUNTIME_CODE[error.code], str(error), {**metadata, **error.metadata})
     if isinstance(error, DeviceStopped) and error.__cause__ is not None:
         return _worker_failure(error.__cause__, metadata)
+    if is_out_of_memory(error):
+        return _out_of_memory(error, metadata)
     return _worker_failure(error, metadata)
 
 
@@ -100,7 +108,17 @@ def _checkpoint_failure(error: CheckpointError) -> StepwireError:
     return StepwireError(_REASON_OF_CHECKPOINT_CODE.get(error.code, "CHECKPOINT_INVALID"), str(error), metadata)
 
 
+def _out_of_memory(error: BaseException, metadata: Mapping[str, str]) -> StepwireError:
+    """Outside of the runtime's own calls, which say what needed it."""
+    cause = _cause_of(error)
+    return StepwireError("OUT_OF_MEMORY", f"the worker has no memory left: {cause}", {**metadata, "cause": cause})
+
+
 def _worker_failure(error: BaseException, metadata: Mapping[str, str]) -> StepwireError:
-    cause = f"{type(error).__name__}: {error}"
+    cause = _cause_of(error)
     extra = error.metadata if isinstance(error, RuntimeFailure) else {}
     return StepwireError("WORKER_FAILED", f"the worker failed: {cause}", {**metadata, "cause": cause, **extra})
+
+
+def _cause_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -246,6 +246,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """See worker.proto. Touches nothing that the device thread might hold."""
         state, session, runtime = self._lifecycle.state, self._lifecycle.session, self._device.runtime
         with self._call():
+            if self._device.is_broken:
+                # Who begins a new epoch waits for the process that takes this one's place.
+                raise StepwireError("MODEL_NOT_READY", "the device has failed, and this worker is ending")
             return worker_pb2.GetStatusResponse(
                 phase=worker_pb2.Phase.ValueType(state.phase),
                 epoch=state.epoch,

@@ -13,6 +13,7 @@ import torch
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.holders import lines_of, number_fields, text_of_bytes, who_holds
 from worker_service.runtime.report import MemoryReport
+from worker_service.runtime.shortage import is_out_of_memory
 
 # A CPU shares its memory with everything else on the machine, so without a setting the cache takes a
 # modest part of it, and of what the control group allows: of all of it, whoever uses it at the moment.
@@ -199,7 +200,7 @@ def explains_out_of_memory(device: torch.device, what: str, remedy: str) -> Iter
     """Turns a failed allocation into RuntimeFailure "out_of_memory" that names what needed it and what to change."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except Exception as error:
         if not is_out_of_memory(error):
             raise
         memory = device_memory(device)
@@ -209,11 +210,6 @@ def explains_out_of_memory(device: torch.device, what: str, remedy: str) -> Iter
             f"{remedy}",
             {"device": str(device), "free_bytes": str(memory.free_bytes)},
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is a failed allocation. torch's CPU allocator says so in words only."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _what_is_free(device: torch.device, memory: HostMemory) -> str:

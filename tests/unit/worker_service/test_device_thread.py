@@ -97,6 +97,7 @@ async def test_a_fatal_error_stops_everything_after_it(error: BaseException) -> 
         await second
     assert caught.value.__cause__ is error
     assert fatal == [error]
+    assert thread.is_broken
     assert thread.runtime is not None and thread.runtime.entries == []
     assert await thread.close(5)
 
@@ -112,6 +113,8 @@ async def test_a_runtime_that_cannot_be_made_is_fatal() -> None:
         await thread.run(lambda log: log.note(1))
     assert [str(error) for error in fatal] == ["no torch"]
     assert thread.runtime is None
+    # Whoever asks for the device is to hear why.
+    assert not thread.is_broken
     assert await thread.close(5)
 
 

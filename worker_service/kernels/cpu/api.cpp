@@ -1,5 +1,8 @@
 #include "api.h"
 
+#include <new>
+#include <system_error>
+
 #include "kinds.h"
 
 using namespace stepwire;
@@ -8,43 +11,73 @@ namespace {
 
 Decoder& decoder_of(void* decoder) { return *static_cast<Decoder*>(decoder); }
 
+// No exception may leave a C function: it would end the process. A thread that cannot be had is a system_error.
+template <class F>
+auto made(F&& make) -> decltype(make()) {
+  try {
+    return make();
+  } catch (const std::bad_alloc&) {
+  } catch (const std::system_error&) {
+  }
+  return nullptr;
+}
+
+// Only the calling thread may allocate inside of `compute`, and not inside of Pool::run: the others would wait for it.
+template <class F>
+bool done(F&& compute) {
+  try {
+    compute();
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
 }  // namespace
 
-void* sw_pool_create(int32_t threads, int32_t spin_us, int32_t pin) { return new Pool(threads, spin_us, pin != 0); }
+void* sw_pool_create(int32_t threads, int32_t spin_us, int32_t pin) {
+  return made([&] { return new Pool(threads, spin_us, pin != 0); });
+}
 
 void sw_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
 
-void sw_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const void* weight, const float* bias,
+bool sw_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const void* weight, const float* bias,
                int32_t in, int32_t out, void* y) {
-  (is_bf16 ? linear_bf16 : linear_f32)(*static_cast<Pool*>(pool), x, rows, weight, bias, in, out, y);
+  return done([&] {
+    (is_bf16 ? linear_bf16 : linear_f32)(*static_cast<Pool*>(pool), x, rows, weight, bias, in, out, y);
+  });
 }
 
-void sw_quantised_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const SwQuantised* weight,
+bool sw_quantised_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const SwQuantised* weight,
                          const float* bias, int32_t out, void* y) {
-  (is_bf16 ? quantised_linear_bf16 : quantised_linear_f32)(*static_cast<Pool*>(pool), x, rows, *weight, bias, out, y);
+  return done([&] {
+    (is_bf16 ? quantised_linear_bf16 : quantised_linear_f32)(*static_cast<Pool*>(pool), x, rows, *weight, bias, out, y);
+  });
 }
 
 void* sw_decoder_create(void* pool, const SwModel* model) {
-  Pool& threads = *static_cast<Pool*>(pool);
-  return model->is_bf16 ? make_decoder_bf16(threads, *model) : make_decoder_f32(threads, *model);
+  return made([&] {
+    Pool& threads = *static_cast<Pool*>(pool);
+    return model->is_bf16 ? make_decoder_bf16(threads, *model) : make_decoder_f32(threads, *model);
+  });
 }
 
 void sw_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); }
 
-void sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, void* hidden, int32_t first,
+bool sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, void* hidden, int32_t first,
                 int32_t last, const SwHead* head) {
-  decoder_of(decoder).forward(*batch, token_ids, hidden, first, last, head);
+  return done([&] { decoder_of(decoder).forward(*batch, token_ids, hidden, first, last, head); });
 }
 
-void sw_attention_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial) {
-  decoder_of(decoder).attention_half(*batch, layer, hidden, partial);
+bool sw_attention_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial) {
+  return done([&] { decoder_of(decoder).attention_half(*batch, layer, hidden, partial); });
 }
 
-void sw_mlp_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial) {
-  decoder_of(decoder).mlp_half(*batch, layer, hidden, partial);
+bool sw_mlp_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial) {
+  return done([&] { decoder_of(decoder).mlp_half(*batch, layer, hidden, partial); });
 }
 
-void sw_add_branch(void* decoder, int32_t layer, int32_t is_mlp, int32_t num_tokens, void* hidden,
+bool sw_add_branch(void* decoder, int32_t layer, int32_t is_mlp, int32_t num_tokens, void* hidden,
                    const void* partial) {
-  decoder_of(decoder).add_branch(layer, is_mlp != 0, num_tokens, hidden, partial);
+  return done([&] { decoder_of(decoder).add_branch(layer, is_mlp != 0, num_tokens, hidden, partial); });
 }

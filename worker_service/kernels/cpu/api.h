@@ -1,5 +1,6 @@
-// The C interface: what worker_service/kernels/native.py mirrors with ctypes. Nothing is checked here;
+// The C interface: what worker_service/kernels/abi.py mirrors with ctypes. Nothing is checked here;
 // the binding checks types, shapes and positions, the runtime checks block ids.
+// What cannot be had for want of memory, or of threads, is null; a call that computes answers false.
 #pragma once
 
 #include <cstdint>
@@ -87,22 +88,22 @@ struct SwHead {
 void* sw_pool_create(int32_t threads, int32_t spin_us, int32_t pin);
 void sw_pool_destroy(void* pool);
 
-void sw_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const void* weight, const float* bias,
+bool sw_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const void* weight, const float* bias,
                int32_t in, int32_t out, void* y);
 
-void sw_quantised_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const SwQuantised* weight,
+bool sw_quantised_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const SwQuantised* weight,
                          const float* bias, int32_t out, void* y);
 
 void* sw_decoder_create(void* pool, const SwModel* model);
 void sw_decoder_destroy(void* decoder);
 
 // Token ids, layers [first, last) and head in one call; ids, or the head, may be null to leave them out.
-void sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, void* hidden, int32_t first,
+bool sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, void* hidden, int32_t first,
                 int32_t last, const SwHead* head);
 
 // One branch of a layer without its residual, into `partial` [tokens, hidden_size], and its joining.
-void sw_attention_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial);
-void sw_mlp_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial);
-void sw_add_branch(void* decoder, int32_t layer, int32_t is_mlp, int32_t num_tokens, void* hidden,
+bool sw_attention_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial);
+bool sw_mlp_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial);
+bool sw_add_branch(void* decoder, int32_t layer, int32_t is_mlp, int32_t num_tokens, void* hidden,
                    const void* partial);
 }

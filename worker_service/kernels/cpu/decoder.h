@@ -30,7 +30,8 @@ class TypedDecoder final : public Decoder {
         inner_(kChunk, model.inner_size),
         branch_(kChunk, model.hidden_size),
         digits_(pool.size(), kChunk, quantised_weights(model)),
-        scratch_(pool.size()) {
+        scratch_(pool.size()),
+        unpacked_(model.quantised_embedding ? (size_t)pool.size() * model.hidden_size : 0) {
     const int rows = std::max(kQueryRows / heads_per_group_, 1) * heads_per_group_;
     for (auto& scratch : scratch_) scratch.resize(rows, model.head_dim);
   }
@@ -43,7 +44,7 @@ class TypedDecoder final : public Decoder {
     adapters_.take(batch, model_.num_layers);
     if (head) best_.assign((size_t)pool_.size() * (head->token_ids ? head->num_rows : 0), Best{});
     pool_.run([&](Pool& pool, int thread) {
-      if (token_ids) embed(pool, token_ids, batch.num_tokens, rows);
+      if (token_ids) embed(pool, thread, token_ids, batch.num_tokens, rows);
       for (int layer = first; layer < last; ++layer)
         for (const Chunk& chunk : chunks) {
           T* part = rows + (ptrdiff_t)chunk.first * model_.hidden_size;
@@ -112,9 +113,9 @@ class TypedDecoder final : public Decoder {
     float infinite = 0;
   };
 
-  void embed(Pool& pool, const int64_t* token_ids, int num_tokens, T* hidden) {
+  void embed(Pool& pool, int thread, const int64_t* token_ids, int num_tokens, T* hidden) {
     const int size = model_.hidden_size;
-    if (model_.quantised_embedding) return embed_quantised(pool, token_ids, num_tokens, hidden);
+    if (model_.quantised_embedding) return embed_quantised(pool, thread, token_ids, num_tokens, hidden);
     pool.split(num_tokens, [&](int begin, int end) {
       for (int token = begin; token < end; ++token) {
         const T* from = static_cast<const T*>(model_.embedding) + token_ids[token] * size;
@@ -124,14 +125,14 @@ class TypedDecoder final : public Decoder {
     });
   }
 
-  void embed_quantised(Pool& pool, const int64_t* token_ids, int num_tokens, T* hidden) const {
+  void embed_quantised(Pool& pool, int thread, const int64_t* token_ids, int num_tokens, T* hidden) {
     const int size = model_.hidden_size;
+    float* row = unpacked_.data() + (ptrdiff_t)thread * size;
     pool.split(num_tokens, [&](int begin, int end) {
-      std::vector<float> row(size);
       for (int token = begin; token < end; ++token) {
-        unpack_row(*model_.quantised_embedding, token_ids[token], row.data());
+        unpack_row(*model_.quantised_embedding, token_ids[token], row);
         for (int i = 0; i < size; i += kLanes)
-          store(hidden + (ptrdiff_t)token * size + i, load(&row[i]) * model_.embedding_scale);
+          store(hidden + (ptrdiff_t)token * size + i, load(row + i) * model_.embedding_scale);
       }
     });
   }
@@ -386,6 +387,7 @@ class TypedDecoder final : public Decoder {
   const Buffer normed_, qkv_, attended_, inner_, branch_;
   QuantisedInputs<T> digits_;
   std::vector<AttentionScratch<T>> scratch_;
+  std::vector<float> unpacked_;  // [threads, hidden_size], where the embedding is quantised
   std::vector<Best> best_;
   Adapters<T> adapters_;
 };

@@ -29,8 +29,14 @@ std::vector<int> allowed_cores() {
 
 Pool::Pool(int threads, int spin_us, bool pin) : size_(threads), spin_ns_(spin_us * int64_t{1000}) {
   std::vector<int> cores = pin ? allowed_cores() : std::vector<int>{};
+  threads_.reserve(size_);
   for (int thread = 1; thread < size_; ++thread) {
-    threads_.emplace_back([this, thread] { work(thread); });
+    try {
+      threads_.emplace_back([this, thread] { work(thread); });
+    } catch (...) {
+      close();  // threads that are not joined would end the process
+      throw;
+    }
     pthread_setname_np(threads_.back().native_handle(), "stepwire-cpu");
     if ((int)cores.size() < size_) continue;
     cpu_set_t set;
@@ -40,7 +46,9 @@ Pool::Pool(int threads, int spin_us, bool pin) : size_(threads), spin_ns_(spin_u
   }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { close(); }
+
+void Pool::close() {
   closing_.store(true, std::memory_order_relaxed);
   job_.fetch_add(1, std::memory_order_release);
   job_.notify_all();

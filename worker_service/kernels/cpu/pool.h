@@ -14,7 +14,7 @@ namespace stepwire {
 class Pool {
  public:
   // `threads` counts the calling thread. With `pin`, the others are bound to the cores this process
-  // may use, the first left to the caller.
+  // may use, the first left to the caller. Throws what std::thread throws.
   Pool(int threads, int spin_us, bool pin);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -51,6 +51,7 @@ class Pool {
  private:
   using Entry = void (*)(void*, Pool&, int);
   void start(Entry entry, void* context);
+  void close();
   void work(int thread);
   uint32_t wait_change(std::atomic<uint32_t>& word, uint32_t seen);
 

@@ -1,6 +1,9 @@
 """The compiled kernels against decoders written from the definition, and against themselves cut differently."""
 
 import ctypes
+import mmap
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from tests.support.plain_decoder import VOCAB, PlainDecoder, Server, Shape, random_tokens, variant
+from worker_service.kernels import abi
 from worker_service.kernels.layout import pack_linear
 from worker_service.kernels.native import BatchTables, Decoder, Pool, linear
 
@@ -191,3 +195,24 @@ def test_a_decoder_that_does_not_fit_is_refused(pool: Pool) -> None:
         Decoder(pool, PlainDecoder(variant(BASE, num_layers=1)).spec(), server.layout, server.cache)
     with pytest.raises(ValueError, match="cache"):
         Decoder(pool, spec, server.layout, server.cache[:-1])
+
+
+def test_want_of_memory_is_an_error_and_no_end(library: ctypes.CDLL, pool: Pool) -> None:
+    decoder = Server(pool, PlainDecoder(BASE)).decoder
+    head = abi.Head(num_rows=2**50, token_ids=1)
+    with pytest.raises(MemoryError, match="sw_forward"):
+        library.sw_forward(decoder._handle, abi.Batch(), None, None, 0, 0, head)
+
+
+def test_threads_that_cannot_be_had_are_an_error_and_no_end(library: ctypes.CDLL) -> None:
+    """Also after some could be had."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (held + (256 << 20), before[1]))
+    try:
+        with pytest.raises(MemoryError, match="sw_pool_create"):
+            Pool(library, 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    with Pool(library, 3) as pool:
+        assert pool.handle is not None

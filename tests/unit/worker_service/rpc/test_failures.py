@@ -16,10 +16,13 @@ class AcceleratorError(RuntimeError):
     """Stands for torch's, which is known by its name."""
 
 
-def stopped(cause: BaseException) -> DeviceStopped:
-    error = DeviceStopped("the device thread has ended")
+def because(error: Exception, cause: BaseException) -> Exception:
     error.__cause__ = cause
     return error
+
+
+def stopped(cause: BaseException) -> Exception:
+    return because(DeviceStopped("the device thread has ended"), cause)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,7 @@ def stopped(cause: BaseException) -> DeviceStopped:
         (RuntimeFailure("invalid", "no", {"field": "x"}), "FIELD_INVALID", {"field": "x"}),
         (RuntimeFailure("device_failed", "gone"), "WORKER_FAILED", {"cause": "device_failed"}),
         (MemoryError(), "OUT_OF_MEMORY", {"cause": "MemoryError"}),
+        (RuntimeError("std::bad_alloc"), "OUT_OF_MEMORY", {"cause": "RuntimeError: std::bad_alloc"}),
         (stopped(OSError("gone")), "WORKER_FAILED", {"cause": "OSError: gone"}),
         (AcceleratorError("lost"), "WORKER_FAILED", {"cause": "AcceleratorError: lost"}),
         (StepwireError("WRONG_PHASE", "not yet"), "WRONG_PHASE", {}),
@@ -55,6 +59,8 @@ def test_a_defect_has_no_public_error() -> None:
         (StateMismatch("3, not 9"), "STATE_MISMATCH", None),
         (RuntimeFailure("out_of_memory", "full"), "OUT_OF_MEMORY", None),
         (RuntimeFailure("device_failed", "gone"), "WORKER_FAILED", "RuntimeFailure: gone"),
+        (MemoryError(), "OUT_OF_MEMORY", "MemoryError"),
+        (RuntimeError("std::bad_alloc"), "OUT_OF_MEMORY", "RuntimeError: std::bad_alloc"),
         (KeyError("x"), "WORKER_FAILED", "KeyError: 'x'"),
         (stopped(SystemExit("bus")), "WORKER_FAILED", "SystemExit: bus"),
     ],
@@ -80,6 +86,13 @@ def test_what_a_load_does_not_support_is_the_checkpoint() -> None:
         (SystemExit(), True),
         (KeyboardInterrupt(), True),
         (RuntimeFailure("out_of_memory", ""), False),
+        (
+            because(RuntimeFailure("out_of_memory", ""), RuntimeError("DefaultCPUAllocator: can't allocate memory")),
+            False,
+        ),
+        (because(RuntimeFailure("out_of_memory", ""), RuntimeError("could not create a primitive")), True),
+        (because(RuntimeFailure("out_of_memory", ""), AcceleratorError("CUDA error: out of memory")), True),
+        (RuntimeError("could not create a primitive"), True),
         (StateMismatch(), False),
         (ZeroDivisionError(), False),
         (MemoryError(), False),
