@@ -73,8 +73,8 @@ class Adapters:
         self._max_adapters = max_adapters
         self._by_name: dict[str, _LiveAdapter] = {}
         self._leaving: list[_LiveAdapter] = []
-        # Each group's workers by their addresses, with its epoch.
-        self._groups: dict[tuple[str, ...], tuple[Sequence[WorkerPort], int]] = {}
+        # Each group's workers, with its epoch.
+        self._groups: dict[tuple[WorkerPort, ...], int] = {}
         self._lock = asyncio.Lock()
         self._changes = Changes("adapters", takes_errors=True)
         self._asking: asyncio.Future[list[Any]] | None = None
@@ -127,7 +127,7 @@ class Adapters:
         One whose files are gone, or are others now, is dropped: its requests fail, and no others. Raises StepwireError
         when a worker fails.
         """
-        self._groups[_key(ports)] = (ports, epoch)
+        self._groups[tuple(ports)] = epoch
         if self._asking is not None:
             # A worker of an epoch that has ended may never answer.
             self._asking.cancel()
@@ -139,7 +139,7 @@ class Adapters:
 
     def forget(self, ports: Sequence[WorkerPort]) -> None:
         """A group of workers serves no more."""
-        self._groups.pop(_key(ports), None)
+        self._groups.pop(tuple(ports), None)
 
     async def close(self) -> None:
         """Ends changes under way."""
@@ -249,14 +249,10 @@ class Adapters:
 
     def _workers(self) -> Iterator[tuple[WorkerPort, int]]:
         """Every worker, with its epoch."""
-        return ((port, epoch) for ports, epoch in self._groups.values() for port in ports)
+        return ((port, epoch) for ports, epoch in self._groups.items() for port in ports)
 
     def _all(self) -> list[_LiveAdapter]:
         return [*self._by_name.values(), *self._leaving]
-
-
-def _key(ports: Sequence[WorkerPort]) -> tuple[str, ...]:
-    return tuple(port.address for port in ports)
 
 
 async def _settle(port: WorkerPort, epoch: int, live: dict[str, _LiveAdapter]) -> dict[str, StepwireError]:

@@ -203,11 +203,14 @@ class WorkerPort(Protocol):
 
     @property
     def address(self) -> str:
-        """Where it is, host:port."""
+        """Where it is now, host:port."""
 
     @property
     def adapters(self) -> AdapterPort:
         """Its adapters."""
+
+    async def move(self, address: str) -> None:
+        """From now on it is found elsewhere. No call may be under way."""
 
     async def get_status(self, *, timeout_s: float) -> WorkerStatus:
         """How it stands."""

@@ -82,6 +82,7 @@ class GroupStarter:
         self.supervision = supervision or Unsupervised()
         sizes = plan.tensor_parallel_size, plan.pipeline_parallel_size
         self._ranks = [Rank(i, port, Place.of(i, *sizes)) for i, port in enumerate(ports)]
+        self._names = [port.address for port in ports]
         self._plan = plan
         self._tracer = tracer
         self._scheduler_id = secrets.token_hex(8)
@@ -178,6 +179,9 @@ class GroupStarter:
         deadline = began + self._plan.worker_timeout_s
         is_known = rank.process_id != 0
         while True:
+            if (place := self.supervision.place_of(self._names[rank.rank])) != rank.port.address:
+                _log.info("worker_moved", rank=rank.rank, address=rank.port.address, to=place)
+                await rank.port.move(place)
             try:
                 status = await rank.port.get_status(timeout_s=_STATUS_TIMEOUT_S)
             except StepwireError as error:

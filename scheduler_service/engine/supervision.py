@@ -31,6 +31,9 @@ class Supervision(Protocol):
     def replace(self, address: str, process_id: int) -> None:
         """Asks for another process in place of this one, which does not answer. Harmless when it has ended."""
 
+    def place_of(self, worker: str) -> str:
+        """The address at which the worker is now that the scheduler was told of by the address `worker`."""
+
 
 class Unsupervised:
     """Workers that somebody else looks after, such as Kubernetes: nothing is known of their ends."""
@@ -42,3 +45,7 @@ class Unsupervised:
 
     def replace(self, address: str, process_id: int) -> None:
         """Nobody listens."""
+
+    def place_of(self, worker: str) -> str:
+        """Where it was said to be."""
+        return worker

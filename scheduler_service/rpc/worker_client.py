@@ -56,10 +56,14 @@ class WorkerClient:
     """One worker. Every method raises StepwireError when the call fails."""
 
     def __init__(self, address: str, *, key: str | None, tracer: Tracer) -> None:
-        self.address = address
+        self._key = key
         self._tracer = tracer
+        self._connect(address)
+
+    def _connect(self, address: str) -> None:
+        self.address = address
         self._channel = create_channel(
-            address, max_message_bytes=MAX_MESSAGE_BYTES, key=key, max_backoff_ms=_MAX_BACKOFF_MS
+            address, max_message_bytes=MAX_MESSAGE_BYTES, key=self._key, max_backoff_ms=_MAX_BACKOFF_MS
         )
         self._stub = WorkerServiceStub(self._channel)
         # The stub's own would encode a step once for every rank.
@@ -69,6 +73,11 @@ class WorkerClient:
             response_deserializer=pb.ExecuteModelResponse.FromString,
         )
         self.adapters = WorkerAdapters(self._stub, self._unary)
+
+    async def move(self, address: str) -> None:
+        """From now on it is found elsewhere."""
+        await self._channel.close()
+        self._connect(address)
 
     async def get_status(self, *, timeout_s: float) -> WorkerStatus:
         """How it stands."""

@@ -51,6 +51,7 @@ def explain(error: BaseException) -> str | None:
 _EXPECTED = (
     ("stepwire.rpc.errors", "StepwireError"),
     ("stepwire.rpc.server", "BindError"),
+    ("stepwire.placement.place", "PlacementError"),
     ("stepwire.supervisor.child", "LogError"),
     ("loader.errors", "CheckpointError"),
 )

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ from stepwire.cli.field_specs import field_specs
 from stepwire.cli.health_check import wait_until_serving
 from stepwire.cli.settings_groups import GROUPS
 from stepwire.cli.settings_options import CONFIG_VARIABLE, Settings
+from stepwire.placement.place import Place
 from stepwire.supervisor.child import ChildSpec
 from stepwire.supervisor.ports import check_free, free_port, free_ports
 from stepwire.supervisor.settings import SupervisorSettings
@@ -50,53 +51,66 @@ def _serve_found(settings: Settings, found: Resolved, started: float) -> int:
     scheduler, workers, supervisor = plan(settings, found)
     check_free(scheduler.host, scheduler.port)
     check_before_start(scheduler.model, replace(wish_of(scheduler), kv_cache_bytes=workers[0].kv_cache_bytes))
+    if supervisor.placement == "ray":
+        from stepwire.cli.serve_ray import workers_on_ray
+
+        with workers_on_ray(settings, found) as (scheduler, specs):
+            return _supervise(scheduler, specs, supervisor, started)
     log_dir = _log_dir(supervisor)
-    log_paths = [log_dir / f"worker-{rank}.{scheduler.port}.log" for rank in range(len(workers))]
-    for rank, log_path in enumerate(log_paths):
-        _say(f"worker {rank} logs to {log_path}")
-    supervised = Supervisor(
-        replace(child_spec("scheduler", "scheduler", scheduler), has_standby=supervisor.standby),
-        [
-            replace(
-                child_spec(f"worker {rank}", "worker", worker, log_path),
-                address=scheduler.workers[rank],
-                has_standby=supervisor.standby,
-            )
-            for rank, (worker, log_path) in enumerate(zip(workers, log_paths, strict=True))
-        ],
-        drain_s=scheduler.shutdown_timeout + _SCHEDULER_EXIT_S,
-        report=_say,
-    )
+    specs = [
+        replace(
+            worker_spec(rank, worker, log_path(log_dir, rank, scheduler)),
+            address=scheduler.workers[rank],
+            has_standby=supervisor.standby,
+        )
+        for rank, worker in enumerate(workers)
+    ]
     try:
-        return asyncio.run(supervised.run(lambda: _announce(scheduler, started)))
+        return _supervise(scheduler, specs, supervisor, started)
     finally:
         if workers[0].restart_store == "auto":
             # A worker that was killed left its weights for the next, and there is none.
             evict_idle(default_folder())
 
 
+def _supervise(
+    scheduler: SchedulerSettings, workers: Sequence[ChildSpec], supervisor: SupervisorSettings, started: float
+) -> int:
+    for worker in workers:
+        _say(f"{worker.name} at {worker.address} logs to {worker.log_path}")
+    supervised = Supervisor(
+        replace(child_spec("scheduler", "scheduler", scheduler), has_standby=supervisor.standby),
+        workers,
+        drain_s=scheduler.shutdown_timeout + _SCHEDULER_EXIT_S,
+        report=_say,
+    )
+    return asyncio.run(supervised.run(lambda: _announce(scheduler, started)))
+
+
 def plan(
-    settings: Settings, found: Resolved | None = None
+    settings: Settings, found: Resolved | None = None, places: Sequence[Place] | None = None
 ) -> tuple[SchedulerSettings, list[WorkerSettings], SupervisorSettings]:
     """The settings of each process, of one worker a rank. Free ports are chosen here, so that all can start at once.
 
-    `found` is where the model lies on this machine, if that is not the path which the settings name.
+    `found` is where the model lies on this machine, if that is not the path which the settings name. Workers are on
+    this machine, unless their `places` are given.
     """
     supervisor = settings.build(SupervisorSettings)
     # Only these processes need it, and without one any user of this machine could command the worker.
     key = settings.raw("cluster_key") or secrets.token_urlsafe(32)
-    ports = free_ports(_num_ranks(settings), _LOOPBACK)
-    asked = settings.build(SchedulerSettings, workers=[f"{_LOOPBACK}:{port}" for port in ports], cluster_key=key)
-    workers = [_worker(settings, asked, rank) for rank in range(len(ports))]
+    if places is None:
+        places = [Place(_LOOPBACK, port) for port in free_ports(num_ranks(settings), _LOOPBACK)]
+    asked = settings.build(SchedulerSettings, workers=[place.address for place in places], cluster_key=key)
     chosen = {
         "model": str((Path(asked.model) if found is None else found.path).expanduser().absolute()),
         "port": asked.port or free_port(asked.host),
         "served_model_name": asked.served_model_name or (None if found is None else found.name),
     }
-    return asked.model_copy(update=chosen), workers, supervisor
+    scheduler = asked.model_copy(update=chosen)
+    return scheduler, [worker_at(settings, scheduler, rank, places) for rank in range(len(places))], supervisor
 
 
-def _num_ranks(settings: Settings) -> int:
+def num_ranks(settings: Settings) -> int:
     """How many workers are asked for; 1 for numbers that are none, of which the settings' own check will tell."""
     try:
         return max(1, min(_MAX_RANKS, prod(int(str(settings.raw(name))) for name in ("replicas", "tp", "pp"))))
@@ -104,22 +118,42 @@ def _num_ranks(settings: Settings) -> int:
         return 1
 
 
-def _worker(settings: Settings, scheduler: SchedulerSettings, rank: int) -> WorkerSettings:
-    port, num_ranks = int(scheduler.workers[rank].rpartition(":")[2]), len(scheduler.workers)
+def worker_at(settings: Settings, scheduler: SchedulerSettings, rank: int, places: Sequence[Place]) -> WorkerSettings:
+    """The settings of the worker of a rank at its place of all places."""
+    place = places[rank]
     # The workers' metrics are on the ports above the scheduler's.
     metrics_port = scheduler.metrics_port + 1 + rank if scheduler.metrics_port else scheduler.metrics_port
     fixed = {
-        "host": _LOOPBACK,
-        "port": port,
+        "host": place.host,
+        "port": place.port,
         "cluster_key": scheduler.cluster_key,
         "metrics_port": metrics_port,
-        "local_ranks": num_ranks,
+        "local_ranks": sum(other.node == place.node for other in places),
     }
-    if num_ranks > 1 and settings.raw("device") == "cuda":
+    if place.node:
+        fixed["collective_interface"] = place.host
+        fixed["model_roots"] = _roots(scheduler)
+    elif len(places) > 1 and settings.raw("device") == "cuda":
         fixed["device"] = f"cuda:{rank}"
     if scheduler.adapter and settings.origin("adapter_slots").kind == "default":
         fixed["adapter_slots"] = len(scheduler.adapters)
     return settings.build(WorkerSettings, **fixed)
+
+
+def _roots(scheduler: SchedulerSettings) -> list[str]:
+    """What workers on other machines may load from: the folders of all that the scheduler will name."""
+    named = [scheduler.model, *scheduler.adapters.values()]
+    return list(dict.fromkeys([*(str(Path(path).parent) for path in named), *scheduler.adapter_roots]))
+
+
+def worker_spec(rank: int, values: WorkerSettings, path: Path) -> ChildSpec:
+    """How to start the worker of a rank."""
+    return child_spec(f"worker {rank}", "worker", values, path)
+
+
+def log_path(folder: Path, rank: int, scheduler: SchedulerSettings) -> Path:
+    """The log file of the worker of a rank."""
+    return folder / f"worker-{rank}.{scheduler.port}.log"
 
 
 def child_spec(name: str, command: str, values: BaseModel, log_path: Path | None = None) -> ChildSpec:
@@ -143,8 +177,13 @@ def child_spec(name: str, command: str, values: BaseModel, log_path: Path | None
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment less every variable that is a setting."""
-    settings = {spec.variable for group in GROUPS.values() for spec in group.specs.values()} | {CONFIG_VARIABLE}
+    settings = settings_variables()
     return {name: value for name, value in environ.items() if name not in settings}
+
+
+def settings_variables() -> set[str]:
+    """Every variable that is a setting of a service."""
+    return {spec.variable for group in GROUPS.values() for spec in group.specs.values()} | {CONFIG_VARIABLE}
 
 
 def _log_dir(supervisor: SupervisorSettings) -> Path:

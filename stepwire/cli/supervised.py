@@ -8,27 +8,30 @@ from scheduler_service.engine.supervision import ProcessEnd
 from stepwire.supervisor.line import Record, SupervisorLine
 
 _NUM_KEPT = 64
+# Its address and its process id, which alone names none where workers are on several machines.
+_Process = tuple[str, int]
 
 
 class Supervised:
-    """Implements scheduler_service.engine.supervision.Supervision. Workers are processes of this machine."""
+    """Implements scheduler_service.engine.supervision.Supervision."""
 
     def __init__(self, line: SupervisorLine) -> None:
         self._line = line
         self._lock = threading.Lock()
-        self._ends: OrderedDict[int, ProcessEnd] = OrderedDict()
-        self._waiting: list[tuple[int, asyncio.AbstractEventLoop, asyncio.Future[ProcessEnd]]] = []
+        self._ends: OrderedDict[_Process, ProcessEnd] = OrderedDict()
+        self._waiting: list[tuple[_Process, asyncio.AbstractEventLoop, asyncio.Future[ProcessEnd]]] = []
+        self._places: dict[str, str] = {}
         line.listen(self._hear)
 
     async def end_of(self, address: str, process_id: int, timeout_s: float) -> ProcessEnd | None:
         """See Supervision."""
-        del address  # on one machine a process id says all
+        process = address, process_id
         loop = asyncio.get_running_loop()
         told: asyncio.Future[ProcessEnd] = loop.create_future()
         with self._lock:
-            if process_id in self._ends:
-                return self._ends[process_id]
-            waiting = (process_id, loop, told)
+            if process in self._ends:
+                return self._ends[process]
+            waiting = (process, loop, told)
             self._waiting.append(waiting)
         try:
             async with asyncio.timeout(timeout_s):
@@ -44,18 +47,26 @@ class Supervised:
         """See Supervision."""
         self._line.say({"replace": address, "process_id": process_id})
 
+    def place_of(self, worker: str) -> str:
+        """See Supervision."""
+        with self._lock:
+            return self._places.get(worker, worker)
+
     def _hear(self, record: Record) -> None:
         """On the thread that reads the line."""
+        if "worker" in record:
+            with self._lock:
+                self._places[str(record["worker"])] = str(record["is_at"])
         if "ended" not in record:
             return
-        process_id = int(record["process_id"])
+        process = str(record["ended"]), int(record["process_id"])
         end = ProcessEnd(int(record["status"]), str(record["text"]))
         with self._lock:
-            self._ends[process_id] = end
+            self._ends[process] = end
             while len(self._ends) > _NUM_KEPT:
                 self._ends.popitem(last=False)
-            told = [waiting for waiting in self._waiting if waiting[0] == process_id]
-            self._waiting = [waiting for waiting in self._waiting if waiting[0] != process_id]
+            told = [waiting for waiting in self._waiting if waiting[0] == process]
+            self._waiting = [waiting for waiting in self._waiting if waiting[0] != process]
         for _, loop, future in told:
             loop.call_soon_threadsafe(_answer, future, end)
 

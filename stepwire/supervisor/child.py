@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from stepwire.supervisor.line import Lines, Record, encode
 from stepwire.supervisor.parent import STANDBY_VARIABLE, SUPERVISOR_VARIABLE
+from stepwire.supervisor.process import Launcher
 
 _TAIL_BYTES = 65_536
 _READ_BYTES = 4096
@@ -27,7 +28,8 @@ class ChildSpec:
     """What to start. Output goes to `log_path`, or to the supervisor's own output for None.
 
     `address` is where a worker listens, by which a scheduler names it. With `has_standby` a second process is kept
-    that has made itself ready and waits to take the place of the first.
+    that has made itself ready and waits to take the place of the first. With a `launcher` it is started by that, on
+    a machine and at an address of its choice.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ChildSpec:
     log_path: Path | None = None
     address: str = ""
     has_standby: bool = False
+    launcher: Launcher | None = None
 
 
 class Child:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from stepwire.supervisor.child import Child, ChildSpec
 from stepwire.supervisor.line import Record
+from stepwire.supervisor.process import Process
 
 # A stand-by is made when the processor has nothing better to do, as far as one can tell.
 STANDBY_AFTER_S = 3.0
@@ -25,11 +26,11 @@ class Keeper:
 
     def __init__(self, spec: ChildSpec, on_record: Callable[[Record], None]) -> None:
         self.spec = spec
-        self.child: Child | None = None
-        self.started: list[Child] = []
+        self.child: Process | None = None
+        self.started: list[Process] = []
         self._on_record = on_record
-        self._standby: Child | None = None
-        self._starts: set[asyncio.Task[Child]] = set()
+        self._standby: Process | None = None
+        self._starts: set[asyncio.Task[Process]] = set()
         self._standby_task: asyncio.Task[None] | None = None
         self._num_quick_ends = 0
         self._began = 0.0
@@ -66,6 +67,8 @@ class Keeper:
         if self._standby_task is not None:
             self._standby_task.cancel()
             await asyncio.gather(self._standby_task, return_exceptions=True)
+        if self.spec.launcher is not None:
+            self.spec.launcher.settle()
         await asyncio.gather(*self._starts, return_exceptions=True)
 
     def _count_end(self) -> int:
@@ -84,16 +87,19 @@ class Keeper:
         if self._standby is None or self._standby.status is not None:
             self._standby = await self._start(is_standby=True)
 
-    async def _start(self, *, is_first: bool = False, is_standby: bool = False) -> Child:
+    async def _start(self, *, is_first: bool = False, is_standby: bool = False) -> Process:
         """A child that is in `started` even if whoever waits for it is cancelled."""
-        start = asyncio.create_task(
-            Child.start(self.spec, self._on_record, is_first=is_first, is_standby=is_standby), name=self.spec.name
-        )
+        start = asyncio.create_task(self._launch(is_first=is_first, is_standby=is_standby), name=self.spec.name)
         self._starts.add(start)
         start.add_done_callback(self._note_start)
         return await asyncio.shield(start)
 
-    def _note_start(self, start: asyncio.Task[Child]) -> None:
+    async def _launch(self, *, is_first: bool, is_standby: bool) -> Process:
+        if self.spec.launcher is not None:
+            return await self.spec.launcher.start(self.spec, is_first=is_first)
+        return await Child.start(self.spec, self._on_record, is_first=is_first, is_standby=is_standby)
+
+    def _note_start(self, start: asyncio.Task[Process]) -> None:
         self._starts.discard(start)
         if start.cancelled() or start.exception() is not None:
             return

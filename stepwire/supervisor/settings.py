@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,4 +25,19 @@ class SupervisorSettings(BaseModel):
         default=True,
         description="Keep a second process for scheduler and worker that has imported all it needs, so that one that "
         "ends is replaced without that wait.",
+    )
+    placement: Literal["local", "ray"] = Field(
+        default="local",
+        description="Where workers run: all on this machine, or one an accelerator on the nodes of a Ray cluster, of "
+        "which this machine is one.",
+    )
+    ray_address: str = Field(
+        default="auto",
+        pattern=r"^(auto|[^\s/]+:\d{1,5})$",
+        description="Head of the Ray cluster, host:port; auto finds the one that this machine is a node of.",
+    )
+    ray_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        default="PACK",
+        description="How Ray places the workers of a group: on few nodes, or on many; the strict ones refuse to start "
+        "where they cannot have it on just one node, or on one node each.",
     )

@@ -92,7 +92,7 @@ class Supervisor:
             text = child.describe_end()
             self._report(f"{text}; it is started again")
             if keeper is not self._scheduler and self._scheduler.child is not None:
-                ended = {"ended": keeper.spec.address, "process_id": child.process_id, "status": status, "text": text}
+                ended = {"ended": child.spec.address, "process_id": child.process_id, "status": status, "text": text}
                 self._scheduler.child.say(ended)
             try:
                 await keeper.replace()
@@ -100,12 +100,20 @@ class Supervisor:
                 self._report(f"{keeper.spec.name} cannot be started again: {error}")
                 self._over.set()
                 return
+            self._tell_places(self._workers if keeper is self._scheduler else (keeper,))
+
+    def _tell_places(self, workers: Sequence[Keeper]) -> None:
+        """Tells the scheduler where workers are that may be elsewhere than it was told when it was started."""
+        scheduler = self._scheduler.child
+        for worker in workers:
+            if scheduler is not None and worker.child is not None and worker.spec.launcher is not None:
+                scheduler.say({"worker": worker.spec.address, "is_at": worker.child.spec.address})
 
     def _on_record(self, record: Record) -> None:
         """A scheduler asks for another worker in place of one that does not answer."""
         for keeper in self._workers:
             child = keeper.child
-            if child is None or record.get("replace") != keeper.spec.address:
+            if child is None or record.get("replace") != child.spec.address:
                 continue
             if record.get("process_id") == child.process_id and child.status is None:
                 child.give_up()

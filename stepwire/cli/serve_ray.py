@@ -1,0 +1,72 @@
+"""`stepwire serve --placement ray`: the workers are on the nodes of a Ray cluster."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from loader.sources.resolve import Resolved
+from scheduler_service.settings import SchedulerSettings
+from stepwire.cli.errors import CommandError, SettingsError
+from stepwire.cli.serve import log_path, plan, settings_variables, worker_at, worker_spec
+from stepwire.cli.settings_options import Settings
+from stepwire.placement.place import Place
+from stepwire.supervisor.child import ChildSpec
+from worker_service.settings import WorkerSettings
+
+
+@contextmanager
+def workers_on_ray(settings: Settings, found: Resolved) -> Iterator[tuple[SchedulerSettings, Sequence[ChildSpec]]]:
+    """A place for each worker, held until this is left: the scheduler's settings, and how to start the workers.
+
+    Raises CommandError without Ray, SettingsError, PlacementError where the cluster has no room.
+    """
+    try:
+        from stepwire.placement.ray import RayLauncher, RayWish, placed_on_ray
+    except ImportError as error:
+        raise CommandError(f"{error}: install Ray with `pip install 'stepwire[ray]'`") from error
+    scheduler, workers, supervisor = plan(settings, found)
+    wish = RayWish(
+        address=supervisor.ray_address,
+        strategy=supervisor.ray_strategy,
+        num_groups=scheduler.replicas,
+        group_size=scheduler.tp * scheduler.pp,
+        resources=_resources(workers[0]),
+        timeout_s=scheduler.worker_timeout,
+    )
+    with placed_on_ray(wish, evicts=workers[0].restart_store == "auto") as placed:
+        places = [each.place for each in placed]
+        scheduler = plan(settings, found, places)[0]
+
+        def spec_at(rank: int, place: Place) -> ChildSpec:
+            places[rank] = place
+            worker = worker_at(settings, scheduler, rank, places)
+            path = log_path(Path(supervisor.log_dir), rank, scheduler)
+            spec = worker_spec(rank, worker, path)
+            return replace(spec, address=place.address, environment=_secrets(spec))
+
+        yield (
+            scheduler,
+            [
+                replace(
+                    spec_at(rank, each.place),
+                    launcher=RayLauncher(each, partial(spec_at, rank), settings_variables()),
+                )
+                for rank, each in enumerate(placed)
+            ],
+        )
+
+
+def _resources(worker: WorkerSettings) -> dict[str, float]:
+    """What a worker takes of its node. Raises SettingsError."""
+    if worker.device == "cuda":
+        return {"CPU": 1, "GPU": 1}
+    if worker.device.startswith("cuda:"):
+        raise SettingsError(f"device is {worker.device}, and Ray chooses each worker's GPU: set --device cuda")
+    return {"CPU": worker.threads or 1}
+
+
+def _secrets(spec: ChildSpec) -> dict[str, str]:
+    """What a worker's environment has of settings; the rest of it is its node's own."""
+    return {name: value for name, value in spec.environment.items() if name in settings_variables()}

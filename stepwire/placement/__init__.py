@@ -1,0 +1,1 @@
+"""Workers on machines that a cluster manager chooses."""

@@ -1,0 +1,95 @@
+"""A Ray cluster of several nodes on this machine, each with a raylet and an address of its own on loopback."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from stepwire.supervisor.ports import free_port
+
+_STARTS_WITHIN_S = 60.0
+_STORE_BYTES = 80 << 20
+
+
+class RayCluster:
+    """Nodes with one CPU each. `address` is what --ray-address takes."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], stack: ExitStack) -> None:
+        self.hosts: list[str] = []
+        self._folder = folder
+        self._environment = environment
+        self._stack = stack
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self.address = f"127.0.0.2:{free_port('127.0.0.2')}"
+
+    def add_node(self) -> str:
+        """Starts one more, the first as the head; answers its address."""
+        host = f"127.0.0.{2 + len(self._nodes)}"
+        port = self.address.rpartition(":")[2]
+        head = ("--head", f"--port={port}", f"--temp-dir={self._folder}", "--include-dashboard=false")
+        place = head if not self._nodes else (f"--address={self.address}",)
+        limits = ("--num-cpus=1", "--num-gpus=0", f"--object-store-memory={_STORE_BYTES}")
+        quiet = ("--disable-usage-stats", "--block")
+        log = self._stack.enter_context((self._folder / f"{host}.log").open("wb"))
+        self._nodes[host] = subprocess.Popen(
+            [_command(), "start", f"--node-ip-address={host}", *place, *limits, *quiet],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        self._stack.callback(self.remove_node, host)
+        self._wait(host)
+        self.hosts.append(host)
+        return host
+
+    def remove_node(self, host: str) -> None:
+        """Ends a node with all that runs on it."""
+        node = self._nodes[host]
+        if node.poll() is None:
+            node.send_signal(signal.SIGTERM)
+            node.wait(30)
+
+    def _wait(self, host: str) -> None:
+        """Until it says that it runs."""
+        log, node = self._folder / f"{host}.log", self._nodes[host]
+        deadline = time.monotonic() + _STARTS_WITHIN_S
+        while "Ray runtime started" not in log.read_text():
+            assert node.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+
+
+@contextmanager
+def ray_cluster(num_nodes: int, mark: dict[str, str]) -> Iterator[RayCluster]:
+    """A cluster whose processes have the variables `mark`; all of them have ended when it is left."""
+    # Sockets lie in it, whose paths must be short.
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    try:
+        with ExitStack() as stack:
+            cluster = RayCluster(folder, {**os.environ, **mark}, stack)
+            for _ in range(num_nodes):
+                cluster.add_node()
+            yield cluster
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def has_two_loopback_addresses() -> bool:
+    """Whether nodes can have addresses of their own here."""
+    try:
+        socket.create_server(("127.0.0.3", 0)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _command() -> str:
+    return str(Path(sys.executable).with_name("ray"))
