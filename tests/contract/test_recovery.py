@@ -13,6 +13,7 @@ from scheduler_service.engine.causes import EpochEnd
 from scheduler_service.engine.recovery import Epoch
 from scheduler_service.engine.supervision import ProcessEnd
 from stepwire.rpc.errors import StepwireError
+from stepwire.supervisor.ports import free_port
 from stepwire.v1 import inference_pb2 as pb
 from stepwire.v1 import worker_pb2
 from tests.support.fake_worker import expected_tokens
@@ -27,12 +28,16 @@ class Supervisor:
     def __init__(self) -> None:
         self.ends: dict[int, ProcessEnd] = {}
         self.asked: list[tuple[str, int]] = []
+        self.places: dict[str, str] = {}
 
     async def end_of(self, address: str, process_id: int, timeout_s: float) -> ProcessEnd | None:
         return self.ends.get(process_id)
 
     def replace(self, address: str, process_id: int) -> None:
         self.asked.append((address, process_id))
+
+    def place_of(self, worker: str) -> str:
+        return self.places.get(worker, worker)
 
 
 class Observer:
@@ -93,6 +98,23 @@ async def test_streams_go_on_when_their_worker_is_replaced() -> None:
             await stream.check()
         assert scheduler.engine.is_healthy
         await until(lambda: scheduler.free_blocks() == scheduler.engine.model_info().num_blocks)
+
+
+async def test_streams_go_on_with_a_worker_that_came_back_at_another_address() -> None:
+    supervisor = Supervisor()
+    async with streaming(supervision=supervisor) as (scheduler, streams):
+        server = scheduler.worker_server
+        for _ in range(2):
+            epoch, named = scheduler.worker.epoch, next(iter(supervisor.places), server.address)
+            await server.kill()
+            server.worker.forget()
+            server.port = free_port()
+            await server.start()
+            supervisor.places[named] = server.address
+            await until(lambda epoch=epoch: scheduler.worker.epoch > epoch and scheduler.worker.last_step_id > 3)
+        for stream in streams:
+            await stream.check()
+        assert supervisor.asked == []
 
 
 async def test_a_worker_is_walked_through_all_phases_with_the_blocks_it_had() -> None:

@@ -8,14 +8,16 @@ import importlib.util
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from stepwire.client import AsyncClient, ModelState
+from stepwire.supervisor.ports import free_port
 from tests.support.processes import run
 from tests.support.ray_cluster import RayCluster, ray_cluster
-from tests.support.stack import MARK_VARIABLE, Server, marked, processes_of, serve, tiny_limits
+from tests.support.stack import processes_of, serve, tiny_limits
 from tests.support.streams import FollowedStream, Job, assert_whole, finished, undisturbed, until
 from tests.support.tiny_checkpoint import make_tiny_llama
 
@@ -24,7 +26,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-KEY = "a-key-of-enough-letters"
 JOBS = [Job("lorem ipsum " * (1 + 4 * i), 200 + 20 * i, seed=i, temperature=(i % 2) * 1.0) for i in range(4)]
 
 
@@ -35,15 +36,99 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    with marked() as mark, ray_cluster(2, {MARK_VARIABLE: mark}) as cluster:
+    with ray_cluster(2) as cluster:
         yield cluster
 
 
-def placed(cluster: RayCluster, *more: str) -> list[str]:
-    ray = ["--placement=ray", f"--ray-address={cluster.address}", "--ray-strategy=STRICT_SPREAD", "--tp=2"]
+@dataclass(frozen=True)
+class Worker:
+    """A worker process on a node, and the actor that is its parent."""
+
+    pid: int
+    parent: int
+
+
+def flags(cluster: RayCluster, *more: str) -> list[str]:
+    """Rank by rank on a node of its own."""
+    ray = ["--placement=ray", f"--ray-address={cluster.address}", "--ray-strategy=STRICT_SPREAD"]
     return [*ray, "--dtype=float32", *tiny_limits(1024, 256), *more]
 
 
-def workers(folder: Path) -> dict[str, int]:
-    """Process ids of the running workers whose logs are in `folder`, by the address of their node."""
-    raise NotImplementedError
+def workers(cluster: RayCluster) -> dict[str, Worker]:
+    """The workers that run on the cluster, by the address of their node."""
+    found = {}
+    for pid, line in processes_of(cluster.mark).items():
+        if " worker " in line:
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            found[line.partition("--host=")[2].partition(" ")[0]] = Worker(pid, int(stat[1]))
+    return found
+
+
+async def follow(client: AsyncClient) -> list[FollowedStream]:
+    """Streams that are under way."""
+    streams = [FollowedStream(client, job) for job in JOBS]
+    await asyncio.gather(*(stream.began.wait() for stream in streams))
+    return streams
+
+
+async def test_a_group_over_two_nodes_goes_on_when_a_node_loses_its_worker_or_its_actor(
+    model: Path, cluster: RayCluster, tmp_path: Path
+) -> None:
+    """vllm #16259: a server whose Ray workers crashed stayed up and answered nothing."""
+    with serve(model, tmp_path, *flags(cluster, "--tp=2")) as server:
+        first, second = cluster.hosts
+        placed = workers(cluster)
+        assert placed.keys() == {first, second}
+        async with AsyncClient(server.target) as client:
+            expected = await undisturbed(client, JOBS)
+            streams = await follow(client)
+            os.kill(placed[second].pid, signal.SIGKILL)
+            await finished(streams, within_s=120)
+            assert_whole(streams, expected)
+            again = workers(cluster)
+            assert again[first] == placed[first], "a worker that nobody touched was replaced"
+            assert again[second].parent != placed[second].parent, "Ray did not start the actor again"
+            (told,) = [line for line in server.output.splitlines() if line.endswith("it is started again")]
+            assert "was killed by SIGKILL" in told
+            assert f"(on {second})" in told
+
+            streams = await follow(client)
+            os.kill(again[first].parent, signal.SIGKILL)
+            await finished(streams, within_s=120)
+            assert_whole(streams, expected)
+            assert workers(cluster)[first].pid != again[first].pid
+            assert "was lost with its Ray actor" in server.output
+        assert "Traceback" not in server.output
+    assert not workers(cluster)
+
+
+def test_a_cluster_without_room_is_refused_with_what_it_has(model: Path, cluster: RayCluster, tmp_path: Path) -> None:
+    wish = flags(cluster, "--tp=1", "--replicas=3", "--worker-timeout=3", f"--log-dir={tmp_path}")
+    done = run("serve", "--model", str(model), *wish)
+    assert done.returncode == 1
+    assert "no room for 3 groups of 1 workers with {'CPU': 1} each" in done.stderr
+    assert not workers(cluster)
+
+
+def test_a_head_that_is_none_is_refused_at_once(model: Path, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    done = run("serve", "--model", str(model), "--placement=ray", f"--ray-address={address}", timeout=30)
+    assert done.returncode == 1
+    assert f"no Ray cluster answers at {address}" in done.stderr
+    assert "--ray-address" in done.stderr
+
+
+@pytest.mark.full
+async def test_a_rank_whose_node_is_lost_goes_on_at_another(model: Path, tmp_path: Path) -> None:
+    with ray_cluster(2) as cluster, serve(model, tmp_path, *flags(cluster, "--tp=2")) as server:
+        lost = cluster.hosts[1]
+        spare = cluster.add_node()
+        async with AsyncClient(server.target) as client:
+            expected = await undisturbed(client, JOBS)
+            streams = await follow(client)
+            await asyncio.to_thread(cluster.remove_node, lost)
+            await until(lambda: spare in workers(cluster), 90)
+            await finished(streams, within_s=120)
+            assert_whole(streams, expected)
+        assert "worker_moved" in server.output
+        assert server.model().state is ModelState.READY

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,18 +12,19 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from stepwire.supervisor.ports import free_port
+from tests.support.stack import MARK_VARIABLE, marked
 
 _STARTS_WITHIN_S = 60.0
 _STORE_BYTES = 80 << 20
 
 
 class RayCluster:
-    """Nodes with one CPU each. `address` is what --ray-address takes."""
+    """Nodes with one CPU each. `address` is what --ray-address takes; all processes carry `mark`."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], stack: ExitStack) -> None:
+    def __init__(self, folder: Path, mark: str, stack: ExitStack) -> None:
+        self.mark = mark
         self.hosts: list[str] = []
         self._folder = folder
-        self._environment = environment
         self._stack = stack
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.address = f"127.0.0.2:{free_port('127.0.0.2')}"
@@ -40,7 +40,7 @@ class RayCluster:
         log = self._stack.enter_context((self._folder / f"{host}.log").open("wb"))
         self._nodes[host] = subprocess.Popen(
             [_command(), "start", f"--node-ip-address={host}", *place, *limits, *quiet],
-            env=self._environment,
+            env={**os.environ, MARK_VARIABLE: self.mark},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -68,27 +68,18 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(num_nodes: int, mark: dict[str, str]) -> Iterator[RayCluster]:
-    """A cluster whose processes have the variables `mark`; all of them have ended when it is left."""
+def ray_cluster(num_nodes: int) -> Iterator[RayCluster]:
+    """A cluster, none of whose processes may be left afterwards."""
     # Sockets lie in it, whose paths must be short.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     try:
-        with ExitStack() as stack:
-            cluster = RayCluster(folder, {**os.environ, **mark}, stack)
+        with marked() as mark, ExitStack() as stack:
+            cluster = RayCluster(folder, mark, stack)
             for _ in range(num_nodes):
                 cluster.add_node()
             yield cluster
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def has_two_loopback_addresses() -> bool:
-    """Whether nodes can have addresses of their own here."""
-    try:
-        socket.create_server(("127.0.0.3", 0)).close()
-    except OSError:
-        return False
-    return True
 
 
 def _command() -> str:

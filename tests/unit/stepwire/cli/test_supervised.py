@@ -51,8 +51,24 @@ async def test_ends_are_not_kept_for_ever() -> None:
     supervised = Supervised(line)  # type: ignore[arg-type]
     for process_id in range(1000):
         line.tell({**ENDED, "process_id": process_id})
-    assert await supervised.end_of("", 999, 0) == END
-    assert await supervised.end_of("", 0, 0) is None
+    assert await supervised.end_of("127.0.0.1:5", 999, 0) == END
+    assert await supervised.end_of("127.0.0.1:5", 0, 0) is None
+
+
+async def test_processes_of_one_id_on_two_machines_are_two() -> None:
+    line = Line()
+    supervised = Supervised(line)  # type: ignore[arg-type]
+    line.tell(ENDED)
+    assert await supervised.end_of("10.0.0.2:5", 77, 0) is None
+
+
+def test_a_worker_is_where_it_was_last_said_to_be() -> None:
+    line = Line()
+    supervised = Supervised(line)  # type: ignore[arg-type]
+    for place in ("10.0.0.2:5", "10.0.0.3:6"):
+        line.tell({"worker": "10.0.0.1:5", "is_at": place})
+        assert supervised.place_of("10.0.0.1:5") == place
+    assert supervised.place_of("10.0.0.2:5") == "10.0.0.2:5"
 
 
 def test_another_worker_is_asked_for_by_address_and_process() -> None:

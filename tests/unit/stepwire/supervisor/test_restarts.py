@@ -6,12 +6,13 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stepwire.supervisor import keeper
-from stepwire.supervisor.child import ChildSpec
+from stepwire.supervisor.child import Child, ChildSpec
 from stepwire.supervisor.supervisor import Supervisor
 
 ADDRESS = "127.0.0.1:7"
@@ -40,14 +41,34 @@ SCRIPT = """
 """
 
 
+class Elsewhere:
+    """A launcher that starts each worker at another address, as long as `has_room`."""
+
+    def __init__(self) -> None:
+        self.num_started = 0
+        self.has_room = True
+        self._settled = asyncio.Event()
+
+    async def start(self, spec: ChildSpec, *, is_first: bool) -> Child:
+        if not self.has_room:
+            await self._settled.wait()
+            raise OSError(0, "no room")
+        self.num_started += 1
+        return await Child.start(replace(spec, address=f"127.0.0.1:{self.num_started}"), is_first=is_first)
+
+    def settle(self) -> None:
+        self._settled.set()
+
+
 class Stack:
     """A supervisor over scripts; `lines` is what it reports."""
 
-    def __init__(self, folder: Path, *, has_standby: bool = False) -> None:
+    def __init__(self, folder: Path, *, has_standby: bool = False, launcher: Elsewhere | None = None) -> None:
         self.folder = folder
         self.lines: list[str] = []
         self._is_ready = asyncio.Event()
         specs = [self._spec(name, has_standby=has_standby and name == "worker") for name in ("scheduler", "worker")]
+        specs[1] = replace(specs[1], launcher=launcher)
         self.supervisor = Supervisor(specs[0], specs[1:], drain_s=20, report=self.lines.append)
         self.run = asyncio.create_task(self.supervisor.run(self._ready))
 
@@ -105,6 +126,33 @@ async def test_a_scheduler_that_is_killed_is_replaced_and_the_worker_stays(tmp_p
     await until(lambda: len(stack.pids("scheduler")) == 2)
     assert len(stack.pids("worker")) == 1
     assert await stack.stop() == 0
+
+
+async def test_a_worker_that_comes_back_elsewhere_is_told_to_its_scheduler_and_to_the_next(tmp_path: Path) -> None:
+    def told(place: int) -> Callable[[], bool]:
+        note = f'"worker": "{ADDRESS}", "is_at": "127.0.0.1:{place}"'
+        return lambda: note in stack.notes("scheduler")[-1]
+
+    stack = Stack(tmp_path, launcher=Elsewhere())
+    await stack.ready()
+    os.kill(stack.pids("worker")[0], signal.SIGKILL)
+    await until(told(2))
+    ended = next(note for note in stack.notes("scheduler") if "ended" in note)
+    assert '"ended": "127.0.0.1:1"' in ended, "named by an address at which it never was"
+    os.kill(stack.pids("scheduler")[0], signal.SIGKILL)
+    await until(lambda: len(stack.pids("scheduler")) == 2 and told(2)())
+    assert await stack.stop() == 0
+
+
+async def test_a_worker_that_waits_for_a_place_holds_up_no_end(tmp_path: Path) -> None:
+    launcher = Elsewhere()
+    stack = Stack(tmp_path, launcher=launcher)
+    await stack.ready()
+    launcher.has_room = False
+    os.kill(stack.pids("worker")[0], signal.SIGKILL)
+    await until(lambda: len(stack.lines) == 1)
+    assert await asyncio.wait_for(stack.stop(), 20) == 1
+    assert launcher.num_started == 1
 
 
 async def test_one_that_stands_by_takes_the_place_and_another_stands_by(
