@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from scheduler_service.core.plan import NewSequence
 from scheduler_service.engine.flight import FlightRecorder, FlightStep, KnownSequence, known_sequences
-from scheduler_service.rpc.worker_client import new_sequence_message, step_message
+from scheduler_service.rpc.worker_messages import new_sequence_message, step_message
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import flight_pb2 as pb
 from stepwire.v1 import worker_pb2

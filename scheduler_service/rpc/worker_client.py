@@ -5,7 +5,7 @@ which are made under none, cost no span.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -13,24 +13,29 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Tracer
 
-from scheduler_service.core.plan import NewSequence, PromptLogprobs, StepPlan, StepResult
+from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.engine.grammars import PreparedGrammar
 from scheduler_service.engine.ports import (
     Device,
-    LoadPhase,
     LoadProgress,
-    LoadSummary,
     MemoryReport,
     Phase,
     Place,
-    ProfileRow,
     RankProfile,
     SleepLevel,
     StepTimings,
     WorkerStatus,
 )
-from scheduler_service.engine.values import Sampling
 from scheduler_service.rpc.worker_adapters import WorkerAdapters
+from scheduler_service.rpc.worker_messages import (
+    load_summary,
+    phase_of,
+    rank_profile,
+    step_message,
+    step_result,
+    step_timings,
+    worker_status,
+)
 from stepwire.rpc.channel import create_channel
 from stepwire.rpc.errors import StepwireError, from_rpc_error
 from stepwire.telemetry import names
@@ -82,18 +87,7 @@ class WorkerClient:
     async def get_status(self, *, timeout_s: float) -> WorkerStatus:
         """How it stands."""
         response = await self._unary("GetStatus", self._stub.GetStatus, pb.GetStatusRequest(), timeout_s)
-        return WorkerStatus(
-            phase=_phase(response.phase),
-            epoch=response.epoch,
-            last_step_id=response.last_step_id,
-            fingerprint=response.fingerprint,
-            host=response.host,
-            process_id=response.process_id,
-            num_blocks=response.block_count,
-            block_size=response.block_size,
-            max_model_len=response.max_model_len,
-            scheduler_id=response.scheduler_id,
-        )
+        return worker_status(response)
 
     async def init_device(self, epoch: int, scheduler_id: str, place: Place, rendezvous: str) -> Device:
         """Takes it into an epoch, on a device. The ranks of a group meet at `rendezvous`; rank 0 says where when it is
@@ -120,7 +114,7 @@ class WorkerClient:
         """Loads its shard of the model, quantised to `quantize` unless that is "none"."""
         request = pb.LoadModelRequest(epoch=epoch, model_path=path, dtype=dtype, quantize=quantize)
         async for response in self._streamed("LoadModel", self._stub.LoadModel, request, _LOAD_TIMEOUT_S):
-            summary = _summary(response.summary) if response.HasField("summary") else None
+            summary = load_summary(response.summary) if response.HasField("summary") else None
             yield LoadProgress(response.stage, response.loaded_bytes, response.total_bytes, summary)
 
     async def determine_available_memory(self, epoch: int, max_step_tokens: int, max_sequences: int) -> MemoryReport:
@@ -165,7 +159,7 @@ class WorkerClient:
         """Takes it back to an earlier phase and into a new epoch."""
         request = pb.ResetRequest(epoch=epoch, scheduler_id=scheduler_id, to=pb.Phase.ValueType(phase))
         response = await self._unary("Reset", self._stub.Reset, request, _RESET_TIMEOUT_S)
-        return _phase(response.phase)
+        return phase_of(response.phase)
 
     async def start_profile(self, epoch: int, max_steps: int) -> None:
         """Profiles the steps to come, at most so many."""
@@ -182,10 +176,7 @@ class WorkerClient:
                 raise StepwireError("WORKER_FAILED", text)
             if part.HasField("summary"):
                 summary = part.summary
-        rows = tuple(
-            ProfileRow(row.part, row.operator, row.call_count, row.cpu_ns, row.device_ns) for row in summary.rows
-        )
-        return RankProfile(summary.step_count, rows, bytes(trace))
+        return rank_profile(summary, bytes(trace))
 
     async def prepare_grammar(self, epoch: int, prepared: PreparedGrammar) -> None:
         """Makes a grammar known."""
@@ -284,7 +275,7 @@ class GrpcStepStream:
     async def receive(self) -> tuple[StepResult, StepTimings]:
         """The next result."""
         result = await self.receive_message()
-        return step_result(result), _timings(result.timings)
+        return step_result(result), step_timings(result.timings)
 
     async def send_message(self, step: pb.Step) -> None:
         """Sends a step as it stands."""
@@ -356,121 +347,3 @@ def _lost(error: grpc.RpcError) -> StepwireError:
         "network; its log may say why",
         meaning.metadata,
     )
-
-
-def step_message(plan: StepPlan, epoch: int) -> pb.Step:
-    """The message of a step, column by column."""
-    step = pb.Step(epoch=epoch, step_id=plan.step_id)
-    step.sequence_ids.extend(plan.sequence_ids)
-    step.scheduled_token_counts.extend(plan.scheduled_token_counts)
-    step.computed_token_counts.extend(plan.computed_token_counts)
-    step.new_block_counts.extend(plan.new_block_counts)
-    step.new_block_ids.extend(plan.new_block_ids)
-    step.finished_sequence_ids.extend(plan.finished_sequence_ids)
-    step.preempted_sequence_ids.extend(plan.preempted_sequence_ids)
-    step.new_sequences.extend([new_sequence_message(new) for new in plan.new_sequences])
-    step.applied_step_id = plan.applied_step_id
-    step.traced = plan.is_traced
-    if plan.draft_counts:
-        step.draft_token_counts.extend([plan.draft_counts.get(sequence_id, 0) for sequence_id in plan.sequence_ids])
-    return step
-
-
-def new_sequence_message(new: NewSequence) -> pb.NewSequence:
-    sequence, request = new.sequence, new.sequence.request
-    sampling = request.sampling
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"the sampling of request {request.request_id} is {type(sampling).__name__}")
-    return pb.NewSequence(
-        sequence_id=new.sequence_id,
-        request_id=request.request_id,
-        token_ids=new.token_ids,
-        prompt_token_count=sequence.prompt_token_count,
-        sampling=pb.SequenceSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            stop_token_ids=sampling.stop_token_ids,
-            min_tokens=sampling.min_tokens,
-            seed=sampling.seed,
-            sequence_index=sequence.index,
-            logprobs=sampling.logprobs,
-            typical_p=sampling.typical_p,
-            biased_token_ids=[token_id for token_id, _ in sampling.logit_bias],
-            biases=[bias for _, bias in sampling.logit_bias],
-            allowed_token_ids=sampling.allowed_token_ids,
-            banned_token_ids=sampling.banned_token_ids,
-            prompt_logprobs=sampling.prompt_logprobs if sequence.scored < sequence.prompt_token_count else None,
-        ),
-        block_ids=new.block_ids,
-        traceparent=request.trace,
-        adapter=request.adapter,
-        prompt_logprob_start=sequence.scored,
-        token_limit=sequence.kv_limit + 1 if request.max_draft_tokens else 0,
-        grammar_key=sampling.grammar_key,
-    )
-
-
-def step_result(result: pb.StepResult) -> StepResult:
-    """What a worker answered to a step."""
-    return StepResult(
-        step_id=result.step_id,
-        sequence_ids=list(result.sequence_ids),
-        token_ids=list(result.token_ids),
-        stopped_sequence_ids=frozenset(result.stopped_sequence_ids),
-        logprobs={entry.sequence_id: entry.logprobs for entry in result.logprobs},
-        errors={entry.sequence_id: entry.message for entry in result.errors},
-        prompt_logprobs=[_prompt_logprobs(entry) for entry in result.prompt_logprobs],
-        accepted={entry.sequence_id: _accepted(entry) for entry in result.accepted},
-        num_draft_tokens=result.draft_token_count,
-    )
-
-
-def _prompt_logprobs(entry: pb.SequencePromptLogprobs) -> tuple[int, PromptLogprobs]:
-    # Carried on to the client as it is.
-    return entry.sequence_id, PromptLogprobs(entry.logprobs.position, len(entry.logprobs.token_ids), entry.logprobs)
-
-
-def _accepted(entry: pb.AcceptedTokens) -> list[tuple[int, object]]:
-    logprobs: Sequence[object] = entry.logprobs or [None] * len(entry.token_ids)
-    if len(logprobs) != len(entry.token_ids):
-        text = f"the worker sent {len(logprobs)} log-probabilities for {len(entry.token_ids)} accepted tokens"
-        raise StepwireError("WORKER_FAILED", text)
-    return list(zip(entry.token_ids, logprobs, strict=True))
-
-
-def _timings(timings: pb.StepTimings) -> StepTimings:
-    return StepTimings(
-        timings.start_unix_ns,
-        timings.queue_ns,
-        timings.prepare_ns,
-        timings.forward_ns,
-        timings.sample_ns,
-        timings.answered_unix_ns,
-        timings.total_forward_ns,
-    )
-
-
-def _summary(summary: pb.LoadSummary) -> LoadSummary:
-    return LoadSummary(
-        fingerprint=summary.fingerprint,
-        architecture=summary.architecture,
-        weight_bytes=summary.weight_bytes,
-        dtype=summary.dtype,
-        kv_bytes_per_token=summary.kv_bytes_per_token,
-        vocab_size=summary.vocab_size,
-        max_position_count=summary.max_position_count,
-        already_loaded=summary.already_loaded,
-        duration_s=summary.duration_ns / 1e9,
-        phases=tuple(LoadPhase(phase.name, phase.duration_ns / 1e9, phase.byte_count) for phase in summary.phases),
-        mapped_bytes=summary.mapped_bytes,
-        num_adapter_slots=summary.adapter_slot_count,
-    )
-
-
-def _phase(phase: int) -> Phase:
-    return Phase(phase) if phase in Phase.__members__.values() else Phase.UNKNOWN

@@ -12,7 +12,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.plan import EndEvent, StepPlan
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.rpc.worker_client import step_message, step_result
+from scheduler_service.rpc.worker_messages import step_message, step_result
 from stepwire.v1 import common_pb2, worker_pb2
 from worker_service.rpc import convert
 from worker_service.rpc.limits import StepLimits, check_step

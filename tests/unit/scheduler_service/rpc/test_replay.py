@@ -13,7 +13,7 @@ from scheduler_service.engine.ports import StepTimings
 from scheduler_service.engine.values import Sampling
 from scheduler_service.rpc.flight_file import recording
 from scheduler_service.rpc.replay import ReplayPlan
-from scheduler_service.rpc.worker_client import step_message, step_result
+from scheduler_service.rpc.worker_messages import step_message, step_result
 from stepwire.v1 import flight_pb2
 from tests.support.fake_worker import FakeWorker
 

@@ -9,7 +9,7 @@ from scheduler_service.core.plan import PromptLogprobs, StepResult
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.values import Sampling
-from scheduler_service.rpc.worker_client import step_message, step_result
+from scheduler_service.rpc.worker_messages import step_message, step_result
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import common_pb2
 from stepwire.v1 import worker_pb2 as pb
