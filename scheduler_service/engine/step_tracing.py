@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _MAX_LINKS = 128
 # Traced steps that other ranks may still answer.
 _MAX_OPEN = 64
+# A clock's offset hardly moves: it is looked at with the first step, then with each of so many.
+_STEPS_A_NOTE = 16
 
 
 class StepMeter(Protocol):
@@ -82,13 +84,13 @@ class EpochTotals:
 
 @dataclass(slots=True)
 class _SentStep:
-    """A step in flight. `planned_ns` and `sent_ns` are wall clock, `plan_ns` a duration."""
+    """A step in flight. `planned_ns` and `sent_ns` are wall clock, `planned_at` is on the scheduler's clock."""
 
     plan: StepPlan
-    plan_ns: int
+    planned_at: float
     planned_ns: int
     sent_ns: int = 0
-    early: list[tuple[RankTotals, StepTimings]] = field(default_factory=list)
+    early: list[tuple[RankTotals, StepTimings]] | None = None
     """What other ranks said of it before the output rank did."""
 
 
@@ -142,8 +144,7 @@ class StepTracing:
         self._meter.step_sent(plan)
         if self._is_on:
             plan.is_traced = random.random() < self._rule.ratio
-            plan_ns = round((time.monotonic() - plan.sent_at) * 1e9)
-            self._in_flight.append(_SentStep(plan, plan_ns, time.time_ns()))
+            self._in_flight.append(_SentStep(plan, time.monotonic(), time.time_ns()))
 
     def step_written(self) -> None:
         """The step that was sent last is on its way to all ranks."""
@@ -155,15 +156,17 @@ class StepTracing:
         self._meter.step_answered(timings, seconds)
         if not self._in_flight or self.totals is None:
             return
-        now = time.time_ns()
         step, totals = self._in_flight.popleft(), self.totals.ranks[rank]
         totals.num_steps += 1
         totals.forward_ns += timings.forward_ns
-        totals.last_step_id = step.plan.step_id
-        totals.clock.note(step.planned_ns, timings, now)
+        totals.last_step_id = step_id = step.plan.step_id
         is_slow = seconds > self._rule.slow_s
-        if is_slow or step.plan.is_traced:
-            self._record(step, totals, timings, now, is_slow=is_slow)
+        is_recorded = is_slow or step.plan.is_traced
+        if is_recorded or step_id % _STEPS_A_NOTE == 1:
+            now = time.time_ns()
+            totals.clock.note(step.planned_ns, timings, now)
+            if is_recorded:
+                self._record(step, totals, timings, now, is_slow=is_slow)
 
     def step_acknowledged(self, rank: int, step_id: int, timings: StepTimings) -> None:
         """Another rank has executed all steps up to this one; its timings are those of this step."""
@@ -177,7 +180,7 @@ class StepTracing:
         if sent is not None:
             # Ahead of the output rank: there may be no trace of the step yet.
             totals.clock.note(sent.planned_ns, timings, now)
-            sent.early.append((totals, timings))
+            sent.early = [*(sent.early or ()), (totals, timings)]
         elif step_id in self._open:
             parent, sent_ns = self._open[step_id]
             totals.clock.note(sent_ns, timings, now)
@@ -191,7 +194,7 @@ class StepTracing:
         """Writes the trace of one step."""
         epoch = 0 if self.totals is None else self.totals.epoch
         members = self._sampled_members(step.plan)
-        start = step.planned_ns - step.plan_ns
+        start = step.planned_ns - round((step.planned_at - step.plan.sent_at) * 1e9)
         sent = max(step.planned_ns, step.sent_ns)
         span = self.tracer.start_span(
             names.SPAN_STEP,
@@ -207,7 +210,7 @@ class StepTracing:
             (names.SPAN_STEP_WAIT, (sent, now)),
         ):
             record_span(self.tracer, name, parent, times)
-        for known, its_timings in ((rank, timings), *step.early):
+        for known, its_timings in ((rank, timings), *(step.early or ())):
             self._record_rank(parent, known, its_timings)
         if self.totals is not None and len(self.totals.ranks) > 1:
             self._open[step.plan.step_id] = (parent, step.planned_ns)
