@@ -56,6 +56,7 @@ class Assembly:
         starter.hooks.append(lambda ports: self._adapters.add_all(ports, starter.epoch))
         started = await starter.start()
         flight = FlightRecorder(settings.flight_steps, FlightFacts.of(self._plan, started))
+        flight.adapters = self._adapters.infos
         life = LifePlan(
             starter,
             settings.step_timeout,

@@ -7,7 +7,7 @@ when the first kept step was sent is worked out when somebody wants to see it.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from scheduler_service.core.request import Sequence as SchedulerSequence
 from scheduler_service.engine.ports import StepTimings
 
 if TYPE_CHECKING:
+    from scheduler_service.engine.adapters import AdapterInfo
     from scheduler_service.engine.start import StartedGroup, StartPlan
 
 
@@ -74,7 +75,9 @@ class FlightFacts:
 class FlightRecorder:
     """Keeps the last `num_steps` steps of the epoch; 0 keeps none. For the event loop alone.
 
-    `num_answered` counts all steps of the epoch that were answered.
+    `num_answered` counts all steps of the epoch that were answered. `adapters` and `grammars` tell what sequences
+    name: the adapters that are loaded, and the texts of grammars by their keys, of those that are still known. Whoever
+    owns these sets them.
     """
 
     def __init__(self, num_steps: int, facts: FlightFacts = FlightFacts()) -> None:
@@ -83,6 +86,8 @@ class FlightRecorder:
         self._unanswered: deque[FlightStep] = deque()
         self._awaited: tuple[int, asyncio.Event] | None = None
         self.num_answered = 0
+        self.adapters: Callable[[], Sequence[AdapterInfo]] = tuple
+        self.grammars: Callable[[Set[bytes]], Mapping[bytes, str]] = lambda _keys: {}
 
     def begin_epoch(self) -> None:
         """Forgets the steps: another epoch begins."""

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -74,6 +74,11 @@ class GrammarChecker:
             raise replace(outcome)
         return outcome
 
+    def texts(self, keys: Set[bytes]) -> dict[bytes, str]:
+        """The grammars of these keys that are remembered."""
+        done = [each for each in self._checked.values() if each.key in keys]
+        return {each.key: str(each.task.result()) for each in done}
+
     async def close(self) -> None:
         """Ends the processes."""
         await self._helpers.close()
@@ -108,7 +113,7 @@ class GrammarChecker:
             return
         outcome = checked.task.result()
         if isinstance(outcome, str):
-            checked.num_bytes = len(outcome.encode())
+            checked.key, checked.num_bytes = grammar_key(outcome), len(outcome.encode())
         elif outcome.reason == "GRAMMAR_TOO_COMPLEX":
             checked.stale_at = asyncio.get_running_loop().time() + _DOUBT_S
         self._num_bytes += checked.num_bytes
@@ -126,9 +131,11 @@ class GrammarChecker:
 
 @dataclass(slots=True, eq=False)
 class _Checked:
-    """A check that goes on or has ended. `stale_at` is when it is to be made again, by the loop's clock."""
+    """A check that goes on or has ended. `key` is that of the grammar that came of it; `stale_at` is when it is to be
+    made again, by the loop's clock."""
 
     task: "asyncio.Task[str | StepwireError]"
+    key: bytes = b""
     num_bytes: int = 0
     stale_at: float | None = None
 
@@ -185,6 +192,11 @@ class Grammars:
         live.num_users -= 1
         if live.num_users == 0:
             del self._live[key]
+
+    def texts(self, keys: Set[bytes]) -> dict[bytes, str]:
+        """The grammars of these keys, as far as they are live or have lately been checked."""
+        live = {key: live.grammar for key, live in self._live.items() if key in keys}
+        return {**self._checker.texts(keys), **live}
 
     async def begin_epoch(self, ports: Sequence[GrammarPort], epoch: int) -> None:
         """Brings what is live to the workers of a new epoch, before any sequence comes back.

@@ -76,6 +76,7 @@ class Replica:
         self.grammars = Grammars(parts.model.grammars)
         """Those that its live requests use."""
         self._life.preparations.append(self.grammars.begin_epoch)
+        life.flight.grammars = self.grammars.texts
         detokenizer = parts.model.tokens.detokenizer
         self.loop = StepLoop(Scheduler(config, time.monotonic), self._life, detokenizer, parts.on_defect)
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -37,11 +38,13 @@ def recording(recorder: FlightRecorder, epoch: int, reason: str) -> pb.FlightRec
         written_unix_ns=time.time_ns(),
         version=metadata.version("stepwire"),
     )
-    return pb.FlightRecording(
+    message = pb.FlightRecording(
         header=header,
         sequences=[_sequence(known) for known in known_sequences(steps, facts.block_size)],
         steps=[_step(step, epoch) for step in steps],
     )
+    _add_needs(message, recorder)
+    return message
 
 
 def write(message: pb.FlightRecording, folder: Path) -> Path:
@@ -75,6 +78,23 @@ def read(path: Path) -> pb.FlightRecording:
 def _no_recording(path: Path, why: str) -> StepwireError:
     text = f"{path} is no flight recording ({why}); give a file that ends in {SUFFIX}, as a scheduler writes it"
     return StepwireError("FIELD_INVALID", text, {"file": str(path)})
+
+
+def new_sequences(message: pb.FlightRecording) -> Iterator[worker_pb2.NewSequence]:
+    """Every sequence of a recording, as it was brought to the workers."""
+    yield from (known.sequence for known in message.sequences)
+    yield from (new for step in message.steps for new in step.step.new_sequences)
+
+
+def _add_needs(message: pb.FlightRecording, recorder: FlightRecorder) -> None:
+    """Adds what sequences name beside the model."""
+    loaded = {info.fingerprint: info for info in recorder.adapters()}
+    for fingerprint in sorted({new.adapter for new in new_sequences(message)} - {""}):
+        adapter = message.adapters.add(fingerprint=fingerprint)
+        if (info := loaded.get(fingerprint)) is not None:
+            adapter.name, adapter.path, adapter.rank = info.name, info.path, info.rank
+    texts = recorder.grammars({new.grammar_key for new in new_sequences(message)} - {b""})
+    message.grammars.extend(pb.FlightGrammar(grammar_key=key, grammar=text) for key, text in sorted(texts.items()))
 
 
 def _sequence(known: KnownSequence) -> pb.FlightSequence:

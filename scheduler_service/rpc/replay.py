@@ -10,7 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from scheduler_service.engine.grammars import PreparedGrammar
+from scheduler_service.rpc.flight_file import new_sequences
 from scheduler_service.rpc.worker_client import WorkerClient
+from stepwire.grammars import MAX_LIVE_BYTES, MAX_LIVE_GRAMMARS, grammar_key
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import flight_pb2, worker_pb2
 
@@ -54,8 +57,9 @@ class ReplayReport:
 class ReplayPlan:
     """The steps to run for a recording.
 
-    `num_blocks` is how many KV blocks they use. `num_left_out` counts sequences whose start is not known, or that
-    need an adapter or a grammar, which a recording does not hold.
+    `num_blocks` is how many KV blocks they use, `adapters` what its sequences are computed with, `grammars` the texts
+    of those that their output keeps to, by key. `num_left_out` counts sequences whose start, or whose grammar, is not
+    known.
     """
 
     def __init__(self, recording: flight_pb2.FlightRecording) -> None:
@@ -70,6 +74,12 @@ class ReplayPlan:
         self._new_ids: dict[int, int] = {}
         self._ended: list[int] = []
         self._left_out: set[int] = set()
+        used = {new.adapter for new in new_sequences(recording)} - {""}
+        recorded = {adapter.fingerprint: adapter for adapter in recording.adapters}
+        self.adapters = [
+            recorded.get(fingerprint, flight_pb2.FlightAdapter(fingerprint=fingerprint)) for fingerprint in sorted(used)
+        ]
+        self.grammars = _grammars(recording)
         ids = [i for step in recording.steps for i in step.step.sequence_ids]
         self._next_helper = max(ids, default=0) + 1
         self.steps: list[ReplayStep] = []
@@ -95,7 +105,7 @@ class ReplayPlan:
             raise _contradiction(
                 f"sequence {sequence.sequence_id} has counts that its {num_tokens} tokens do not allow"
             )
-        if _needs_more(sequence):
+        if not self._has_grammar(sequence):
             return
         copy = worker_pb2.NewSequence()
         copy.CopyFrom(sequence)
@@ -113,7 +123,7 @@ class ReplayPlan:
             for sequence_id in gone:
                 del self._tables[sequence_id]
         for new in step.new_sequences:
-            if _needs_more(new):
+            if not self._has_grammar(new):
                 self._left_out.add(new.sequence_id)
                 continue
             copy = worker_pb2.NewSequence()
@@ -205,12 +215,45 @@ class ReplayPlan:
         self._ended = []
         self.steps.append(ReplayStep(step, recorded))
 
+    def _has_grammar(self, sequence: worker_pb2.NewSequence) -> bool:
+        return not sequence.grammar_key or sequence.grammar_key in self.grammars
+
     def _block(self, owner: int, index: int) -> int:
         return self._blocks.setdefault((owner, index), len(self._blocks))
 
 
+async def prepare(worker: WorkerClient, epoch: int, plan: ReplayPlan, adapter_paths: Sequence[str]) -> None:
+    """Brings adapters and grammars to a worker. Of the adapters, those at `adapter_paths` are taken first, then those
+    that lie where they were recorded. Raises StepwireError ADAPTER_NOT_FOUND for one that is nowhere, and others."""
+    if plan.adapters:
+        held = {(await worker.adapters.add(epoch, path, "")).fingerprint for path in adapter_paths}
+        for adapter in plan.adapters:
+            if adapter.fingerprint not in held:
+                await _add(worker, epoch, adapter)
+    keys = tuple(plan.grammars)
+    for revision, (key, text) in enumerate(plan.grammars.items(), 1):
+        await worker.prepare_grammar(epoch, PreparedGrammar(key, text, keys, revision))
+
+
+async def _add(worker: WorkerClient, epoch: int, adapter: flight_pb2.FlightAdapter) -> None:
+    name = f"{adapter.name!r} " if adapter.name else ""
+    what = f"the recording needs the adapter {name}with the fingerprint {adapter.fingerprint}"
+    give = "give the folder that holds it with --adapter"
+    metadata = {"adapter": adapter.name, "fingerprint": adapter.fingerprint, "file": adapter.path}
+    if not adapter.path:
+        raise StepwireError("ADAPTER_NOT_FOUND", f"{what}, and does not say where it lay: {give}", metadata)
+    try:
+        await worker.adapters.add(epoch, adapter.path, adapter.fingerprint)
+    except StepwireError as error:
+        if not error.reason.startswith("CHECKPOINT_"):
+            raise
+        text = f"{what}, which is not at {adapter.path} any more ({error.message}): {give}"
+        raise StepwireError("ADAPTER_NOT_FOUND", text, metadata) from error
+
+
 async def replay(worker: WorkerClient, epoch: int, plan: ReplayPlan) -> ReplayReport:
-    """Runs the steps on a worker that is ready, as many in flight as a scheduler has. Raises StepwireError."""
+    """Runs the steps on a worker that is ready and has what they need, as many in flight as a scheduler has. Raises
+    StepwireError."""
     report = ReplayReport(num_left_out=plan.num_left_out)
     stream = await worker.open_stream(epoch)
     waiting: deque[tuple[ReplayStep, float]] = deque()
@@ -271,10 +314,18 @@ def _tokens(result: worker_pb2.StepResult) -> dict[int, tuple[int, ...]]:
     return {sequence_id: (*accepted.get(sequence_id, ()), token_id) for sequence_id, token_id in sampled}
 
 
-def _needs_more(sequence: worker_pb2.NewSequence) -> bool:
-    """Whether it needs what a recording does not hold."""
-    fields: Sequence[str] = [descriptor.name for descriptor, _ in sequence.ListFields()]
-    return bool({"adapter_id", "grammar_key"} & set(fields))
+def _grammars(recording: flight_pb2.FlightRecording) -> dict[bytes, str]:
+    """The texts by key, as many as a worker holds at once. Raises FIELD_INVALID for a key that is another text's."""
+    found: dict[bytes, str] = {}
+    num_bytes = 0
+    for entry in recording.grammars:
+        if grammar_key(entry.grammar) != entry.grammar_key:
+            raise _contradiction(f"grammar {entry.grammar_key.hex()} has another text")
+        num_bytes += len(entry.grammar.encode())
+        if len(found) == MAX_LIVE_GRAMMARS or num_bytes > MAX_LIVE_BYTES:
+            break
+        found[entry.grammar_key] = entry.grammar
+    return found
 
 
 def _contradiction(what: str) -> StepwireError:

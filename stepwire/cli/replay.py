@@ -8,6 +8,7 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,18 @@ if TYPE_CHECKING:
 _LOOPBACK = "127.0.0.1"
 _TIMEOUT_S = 60.0
 _NUM_SHOWN = 10
+# What a worker takes by default, and more where the recording needs it.
+_ADAPTER_RANK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is to be replayed: on which checkpoint, with adapters from where."""
+
+    header: "flight_pb2.FlightHeader"
+    plan: "ReplayPlan"
+    model: str
+    adapters: Sequence[str]
 
 
 @click.command(name="replay")
@@ -31,9 +44,23 @@ _NUM_SHOWN = 10
 @click.option("--device", default="cpu", show_default=True, help="Device of the worker that is started for it.")
 @click.option("--worker", "address", metavar="HOST:PORT", help="A worker that runs and serves nobody, instead.")
 @click.option("--cluster-key", envvar="STEPWIRE_CLUSTER_KEY", help="That worker's key. [STEPWIRE_CLUSTER_KEY]")
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="PATH",
+    help="Folder of an adapter that the recording needs; may be repeated. By default where it was recorded.",
+)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def replay(
-    recording: Path, model: str | None, device: str, address: str | None, cluster_key: str | None, *, as_json: bool
+    recording: Path,
+    model: str | None,
+    device: str,
+    address: str | None,
+    cluster_key: str | None,
+    adapters: tuple[str, ...],
+    *,
+    as_json: bool,
 ) -> int:
     """Run the steps of a flight recording again, and compare.
 
@@ -52,8 +79,8 @@ def replay(
             f"{len(message.steps)} steps of epoch {message.header.epoch}, written because: {message.header.reason}"
         )
     path = os.path.abspath(model or message.header.model_path)
-
-    report = asyncio.run(_run(message, plan, path, device, address, cluster_key))
+    job = _Job(message.header, plan, path, [os.path.abspath(adapter) for adapter in adapters])
+    report = asyncio.run(_run(job, device, address, cluster_key))
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=2))
     else:
@@ -61,22 +88,15 @@ def replay(
     return EXIT_FAILURE if report.differences else 0
 
 
-async def _run(
-    message: "flight_pb2.FlightRecording",
-    plan: "ReplayPlan",
-    model: str,
-    device: str,
-    address: str | None,
-    key: str | None,
-) -> "ReplayReport":
+async def _run(job: _Job, device: str, address: str | None, key: str | None) -> "ReplayReport":
     if address is not None:
-        return await _replay(message, plan, model, address, key)
-    async with _own_worker(device) as (own_address, own_key):
-        return await _replay(message, plan, model, own_address, own_key)
+        return await _replay(job, address, key)
+    async with _own_worker(device, job.plan) as (own_address, own_key):
+        return await _replay(job, own_address, own_key)
 
 
 @asynccontextmanager
-async def _own_worker(device: str) -> AsyncIterator[tuple[str, str]]:
+async def _own_worker(device: str, plan: "ReplayPlan") -> AsyncIterator[tuple[str, str]]:
     """A worker of this machine that ends with the block; its address and key."""
     from stepwire.cli.serve import child_spec
     from stepwire.supervisor.child import Child
@@ -84,8 +104,12 @@ async def _own_worker(device: str) -> AsyncIterator[tuple[str, str]]:
     from worker_service.settings import WorkerSettings
 
     port, key = free_port(), secrets.token_urlsafe(32)
-    values = WorkerSettings.model_validate({"port": port, "device": device, "cluster_key": key, "log_level": "warning"})
-    child = await Child.start(child_spec("worker", "worker", values))
+    values = {
+        **{"port": port, "device": device, "cluster_key": key, "log_level": "warning"},
+        "adapter_slots": len(plan.adapters),
+        "max_adapter_rank": max((_ADAPTER_RANK, *(adapter.rank for adapter in plan.adapters))),
+    }
+    child = await Child.start(child_spec("worker", "worker", WorkerSettings.model_validate(values)))
     try:
         yield f"{_LOOPBACK}:{port}", key
     finally:
@@ -93,16 +117,15 @@ async def _own_worker(device: str) -> AsyncIterator[tuple[str, str]]:
         await child.wait()
 
 
-async def _replay(
-    message: "flight_pb2.FlightRecording", plan: "ReplayPlan", model: str, address: str, key: str | None
-) -> "ReplayReport":
+async def _replay(job: _Job, address: str, key: str | None) -> "ReplayReport":
     from loader.checkpoint import open_checkpoint
     from scheduler_service.engine.start import GroupStarter, StartPlan
+    from scheduler_service.rpc.replay import prepare
     from scheduler_service.rpc.replay import replay as run_steps
     from scheduler_service.rpc.worker_client import WorkerClient
     from stepwire.telemetry.trace import get_tracer
 
-    header = message.header
+    header, model, plan = job.header, job.model, job.plan
     checkpoint = await asyncio.to_thread(open_checkpoint, Path(model))
     if header.fingerprint != checkpoint.fingerprint:
         click.echo(f"stepwire replay: {model} is not the checkpoint that was recorded, or a copy of it", err=True)
@@ -125,6 +148,7 @@ async def _replay(
     client = WorkerClient(address, key=key, tracer=tracer)
     try:
         started = await GroupStarter([client], start, tracer).start()
+        await prepare(client, started.epoch, plan, job.adapters)
         return await run_steps(client, started.epoch, plan)
     finally:
         await client.close()

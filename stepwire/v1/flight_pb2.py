@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from stepwire.v1 import worker_pb2 as stepwire_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stepwire/v1/flight.proto\x12\x0bstepwire.v1\x1a\x18stepwire/v1/worker.proto\"\x94\x01\n\x0f\x46lightRecording\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.stepwire.v1.FlightHeader\x12.\n\tsequences\x18\x02 \x03(\x0b\x32\x1b.stepwire.v1.FlightSequence\x12&\n\x05steps\x18\x03 \x03(\x0b\x32\x17.stepwire.v1.FlightStep\"\x9b\x02\n\x0c\x46lightHeader\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x10\n\x08quantize\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x06 \x01(\x05\x12\x15\n\rmax_model_len\x18\x07 \x01(\x05\x12\x1c\n\x14max_step_token_count\x18\x08 \x01(\x05\x12\x1a\n\x12max_sequence_count\x18\t \x01(\x05\x12\r\n\x05\x65poch\x18\n \x01(\x03\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x17\n\x0fwritten_unix_ns\x18\x0c \x01(\x03\x12\x0f\n\x07version\x18\r \x01(\t\"o\n\x0e\x46lightSequence\x12*\n\x08sequence\x18\x01 \x01(\x0b\x32\x18.stepwire.v1.NewSequence\x12\x1c\n\x14\x63omputed_token_count\x18\x02 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x05\"\x86\x01\n\nFlightStep\x12\x1f\n\x04step\x18\x01 \x01(\x0b\x32\x11.stepwire.v1.Step\x12\'\n\x06result\x18\x02 \x01(\x0b\x32\x17.stepwire.v1.StepResult\x12\x14\n\x0csent_unix_ns\x18\x03 \x01(\x03\x12\x18\n\x10\x61nswered_unix_ns\x18\x04 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stepwire/v1/flight.proto\x12\x0bstepwire.v1\x1a\x18stepwire/v1/worker.proto\"\xf0\x01\n\x0f\x46lightRecording\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.stepwire.v1.FlightHeader\x12.\n\tsequences\x18\x02 \x03(\x0b\x32\x1b.stepwire.v1.FlightSequence\x12&\n\x05steps\x18\x03 \x03(\x0b\x32\x17.stepwire.v1.FlightStep\x12,\n\x08\x61\x64\x61pters\x18\x04 \x03(\x0b\x32\x1a.stepwire.v1.FlightAdapter\x12,\n\x08grammars\x18\x05 \x03(\x0b\x32\x1a.stepwire.v1.FlightGrammar\"N\n\rFlightAdapter\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\"5\n\rFlightGrammar\x12\x13\n\x0bgrammar_key\x18\x01 \x01(\x0c\x12\x0f\n\x07grammar\x18\x02 \x01(\t\"\x9b\x02\n\x0c\x46lightHeader\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x10\n\x08quantize\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x06 \x01(\x05\x12\x15\n\rmax_model_len\x18\x07 \x01(\x05\x12\x1c\n\x14max_step_token_count\x18\x08 \x01(\x05\x12\x1a\n\x12max_sequence_count\x18\t \x01(\x05\x12\r\n\x05\x65poch\x18\n \x01(\x03\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x17\n\x0fwritten_unix_ns\x18\x0c \x01(\x03\x12\x0f\n\x07version\x18\r \x01(\t\"o\n\x0e\x46lightSequence\x12*\n\x08sequence\x18\x01 \x01(\x0b\x32\x18.stepwire.v1.NewSequence\x12\x1c\n\x14\x63omputed_token_count\x18\x02 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x05\"\x86\x01\n\nFlightStep\x12\x1f\n\x04step\x18\x01 \x01(\x0b\x32\x11.stepwire.v1.Step\x12\'\n\x06result\x18\x02 \x01(\x0b\x32\x17.stepwire.v1.StepResult\x12\x14\n\x0csent_unix_ns\x18\x03 \x01(\x03\x12\x18\n\x10\x61nswered_unix_ns\x18\x04 \x01(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,11 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stepwire.v1.flight_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FLIGHTRECORDING']._serialized_start=68
-  _globals['_FLIGHTRECORDING']._serialized_end=216
-  _globals['_FLIGHTHEADER']._serialized_start=219
-  _globals['_FLIGHTHEADER']._serialized_end=502
-  _globals['_FLIGHTSEQUENCE']._serialized_start=504
-  _globals['_FLIGHTSEQUENCE']._serialized_end=615
-  _globals['_FLIGHTSTEP']._serialized_start=618
-  _globals['_FLIGHTSTEP']._serialized_end=752
+  _globals['_FLIGHTRECORDING']._serialized_end=308
+  _globals['_FLIGHTADAPTER']._serialized_start=310
+  _globals['_FLIGHTADAPTER']._serialized_end=388
+  _globals['_FLIGHTGRAMMAR']._serialized_start=390
+  _globals['_FLIGHTGRAMMAR']._serialized_end=443
+  _globals['_FLIGHTHEADER']._serialized_start=446
+  _globals['_FLIGHTHEADER']._serialized_end=729
+  _globals['_FLIGHTSEQUENCE']._serialized_start=731
+  _globals['_FLIGHTSEQUENCE']._serialized_end=842
+  _globals['_FLIGHTSTEP']._serialized_start=845
+  _globals['_FLIGHTSTEP']._serialized_end=979
 # @@protoc_insertion_point(module_scope)

@@ -22,7 +22,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class FlightRecording(_message.Message):
     """The last steps of a worker group, as the scheduler wrote them down: to see what led to
-    a failure, and to run the same steps again. It holds the token ids of requests.
+    a failure, and to run the same steps again. It holds the token ids of requests, and
+    the grammars that their output keeps to.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -30,6 +31,8 @@ class FlightRecording(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    GRAMMARS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___FlightHeader:
         """What a worker must hold to run the steps again."""
@@ -42,20 +45,90 @@ class FlightRecording(_message.Message):
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlightStep]:
         """The steps, in order; ids may be missing at the end of an epoch only."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlightAdapter]:
+        """The adapters that the sequences are computed with."""
+
+    @_builtins.property
+    def grammars(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlightGrammar]:
+        """The grammars that their output keeps to, as far as they were still known."""
+
     def __init__(
         self,
         *,
         header: Global___FlightHeader | None = ...,
         sequences: _abc.Iterable[Global___FlightSequence] | None = ...,
         steps: _abc.Iterable[Global___FlightStep] | None = ...,
+        adapters: _abc.Iterable[Global___FlightAdapter] | None = ...,
+        grammars: _abc.Iterable[Global___FlightGrammar] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "sequences", b"sequences", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "grammars", b"grammars", "header", b"header", "sequences", b"sequences", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FlightRecording: _TypeAlias = FlightRecording  # noqa: Y015
+
+@_typing.final
+class FlightAdapter(_message.Message):
+    """An adapter that sequences of a recording name. Its weights are not in the recording."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """Names its content."""
+    name: _builtins.str
+    """The name that requests gave; empty when it had been unloaded."""
+    path: _builtins.str
+    """Where it lay on the workers' hosts; empty when it had been unloaded."""
+    rank: _builtins.int
+    """The largest rank of its factors; 0 when it had been unloaded."""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name", "path", b"path", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlightAdapter: _TypeAlias = FlightAdapter  # noqa: Y015
+
+@_typing.final
+class FlightGrammar(_message.Message):
+    """A grammar that sequences of a recording name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRAMMAR_KEY_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    grammar_key: _builtins.bytes
+    """The SHA-256 of its text."""
+    grammar: _builtins.str
+    """Its text, as llguidance reads it."""
+    def __init__(
+        self,
+        *,
+        grammar_key: _builtins.bytes = ...,
+        grammar: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "grammar_key", b"grammar_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlightGrammar: _TypeAlias = FlightGrammar  # noqa: Y015
 
 @_typing.final
 class FlightHeader(_message.Message):
