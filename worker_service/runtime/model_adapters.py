@@ -39,7 +39,7 @@ class ModelAdapters:
 
     def __init__(self, settings: AdapterSettings, job: LoadJob, engine: Engine) -> None:
         slots, config = settings.adapter_slots, job.checkpoint.config
-        self._problem = adapter_problem(config, is_quantised=job.is_quantised, num_slots=slots)
+        self._problem = adapter_problem(config, num_slots=slots)
         self.num_slots = slots if self._problem is None else 0
         """Adapters that can be in use at once; 0 for a model that takes none."""
         rank = settings.max_adapter_rank
@@ -102,7 +102,7 @@ class AdapterReader:
         return replace(factors, a=a, b=b)
 
 
-def adapter_problem(config: ModelConfig, *, is_quantised: bool, num_slots: int) -> str | None:
+def adapter_problem(config: ModelConfig, *, num_slots: int) -> str | None:
     """Why no adapter can be added to a model; None where one can."""
     if num_slots == 0:
         return "this worker takes no adapters: start it with adapter_slots, the number that can be in use at once"
@@ -111,8 +111,6 @@ def adapter_problem(config: ModelConfig, *, is_quantised: bool, num_slots: int) 
             f"adapters of {config.architecture}, which runs by transformers' definition, are not supported; "
             f"{MERGE_WITH_PEFT}"
         )
-    if is_quantised:
-        return f"adapters of quantised weights are not supported; load the model unquantised, or {MERGE_WITH_PEFT}"
     return None
 
 

@@ -17,14 +17,21 @@ from loader.adapters.merge import merge_adapter
 from loader.adapters.targets import trained_modules
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError
-from loader.layout import weight_slices
+from loader.layout import Linear, parameters
+from loader.quantised.load import load_rank
+from loader.quantised.packed import flatten, take_packed
+from loader.quantised.roundings import ROUNDINGS, Rounding
 from loader.shares import RankPlace
-from loader.weights import load_weights
 from tests.support.rank_threads import rank_settings, rank_threads
 from tests.support.tiny_adapter import EMBEDDING, PREFIX, adapter_tensors, layer_modules, write_adapter
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
+from tests.support.tiny_quantised_models import ROUNDED_INPUTS, WEIGHT_ONLY, make_tiny_quantised
 from tests.support.tiny_runner import CPU, Driven, Driver
 from worker_service.kernels import native
+from worker_service.kernels.quantised import make_quantised_linear
+from worker_service.models.layers import ColumnParallelLinear
+from worker_service.models.lora import Factors, RowAdapters
+from worker_service.models.native import computes
 from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.loading import LoadJob
@@ -38,6 +45,7 @@ SAMPLING = Sampling(logprobs=20)
 ALL_KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SETTINGS = SimpleNamespace(adapter_slots=4, max_adapter_rank=16, adapter_host_bytes=1 << 24)
 DENSE = [name for name in TINY_FAMILIES if "moe" not in name and name != "mixtral"]
+OF_EACH_KIND = ("gptq", "gptq_ordered", "packed_asymmetric", "int8_weights", "fp8_weights_in_blocks")
 needs_kernels = pytest.mark.skipif(native.load() is None, reason="the kernels cannot be compiled here")
 
 
@@ -53,6 +61,8 @@ def pool() -> Iterator[native.Pool | None]:
 
 Answer = tuple[list[int], list[float]]
 """Tokens, and the log-probabilities of the likeliest at each of their positions."""
+Answers = dict[tuple[int, int], Answer]
+"""By adapter, -1 for none, and prompt."""
 
 
 def answer_of(driven: Driven) -> Answer:
@@ -61,7 +71,11 @@ def answer_of(driven: Driven) -> Answer:
 
 
 class Served:
-    """A tiny model on an engine, with the adapters `paths`, by their place in the list."""
+    """A tiny model on an engine, with the adapters `paths`, by their place in the list.
+
+    With `is_whole` weights that are quantised, or that `rounding` quantises, are made whole first; those that the
+    adapter `merged` changes have to be.
+    """
 
     def __init__(
         self,
@@ -70,13 +84,18 @@ class Served:
         *,
         pool: native.Pool | None = None,
         merged: Path | None = None,
+        is_whole: bool = False,
+        rounding: Rounding | None = None,
         dtype: torch.dtype = torch.float32,
         settings: Any = SETTINGS,
     ) -> None:
-        job = LoadJob(base, RankPlace(), dtype, CPU)
-        tensors = load_weights(
-            base, weight_slices(base.config, job.place), dtype=dtype, progress=lambda _: None, cancelled=lambda: False
+        place = RankPlace()
+        tensors = load_rank(
+            base, place, dtype=dtype, rounding=rounding, progress=lambda _: None, cancelled=lambda: False
         )
+        if is_whole:
+            base = make_whole(base, tensors)
+        job = LoadJob(base, place, dtype, CPU, None if is_whole else rounding)
         if merged is not None:
             merge_adapter(tensors, load_adapter(open_adapter(merged, base.config), job.place))
         self.engine: Engine = (
@@ -97,6 +116,15 @@ class Served:
             driver.add(number, prompt, SAMPLING)
         driver.run(NUM_OUTPUTS)
         return [answer_of(driven) for driven in driver.sequences.values()]
+
+
+def make_whole(base: Checkpoint, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    """Dequantises all weights; answers the checkpoint as if it had been stored so."""
+    for name in [name.removesuffix(".form") for name in tensors if name.endswith(".form")]:
+        packed = take_packed(name, tensors)
+        assert packed is not None
+        tensors[f"{name}.weight"] = packed.dequantise()
+    return replace(base, config=replace(base.config, quantisation=None))
 
 
 def prompts_of(seed: int = 0) -> list[list[int]]:
@@ -125,9 +153,8 @@ def make_adapters(folder: Path, base: Checkpoint) -> list[Path]:
     return paths
 
 
-def run_mixed(served: Served, prompts: Sequence[Sequence[int]], seed: int) -> dict[tuple[int, int], Answer]:
-    """Every prompt with every adapter and with none, in chunks of any size, with preemptions; answers by (adapter,
-    prompt), -1 for none."""
+def run_mixed(served: Served, prompts: Sequence[Sequence[int]], seed: int) -> Answers:
+    """Every prompt with every adapter and with none, in chunks of any size, with preemptions."""
     rng, driver = random.Random(seed), served.driver(seed)
     keys = [(adapter, prompt) for adapter in range(-1, len(served.fingerprints)) for prompt in range(len(prompts))]
     rng.shuffle(keys)
@@ -161,18 +188,73 @@ def test_every_dense_family_in_the_kernels_equals_merged_weights(
     check_family(tmp_path, base, pool)
 
 
-def check_family(folder: Path, base: Checkpoint, pool: native.Pool | None) -> None:
+def check_family(folder: Path, base: Checkpoint, *pools: native.Pool | None, rounding: Rounding | None = None) -> None:
     paths, prompts = make_adapters(folder, base), prompts_of()
-    expected = {(-1, i): answer for i, answer in enumerate(Served(base).answers(prompts))}
+    whole: Any = {"is_whole": True, "rounding": rounding}
+    expected = {(-1, i): answer for i, answer in enumerate(Served(base, **whole).answers(prompts))}
     for number, path in enumerate(paths):
-        answers = Served(base, merged=path).answers(prompts)
+        answers = Served(base, merged=path, **whole).answers(prompts)
         expected |= {(number, i): answer for i, answer in enumerate(answers)}
-    found = run_mixed(Served(base, paths, pool=pool), prompts, 1)
+    for pool in pools:
+        check_answers(run_mixed(Served(base, paths, pool=pool, rounding=rounding), prompts, 1), expected)
+    # Each adapter has said something of its own.
+    assert len({tuple(round(value, 2) for value in logprobs) for _, logprobs in expected.values()}) == len(expected)
+
+
+def check_answers(found: Answers, expected: Answers) -> None:
     assert {key: tokens for key, (tokens, _) in found.items()} == {key: tokens for key, (tokens, _) in expected.items()}
     for key, (_, logprobs) in expected.items():
         assert found[key][1] == pytest.approx(logprobs, rel=1e-3, abs=1e-3)
-    # Each adapter has said something of its own.
-    assert len({tuple(round(value, 2) for value in logprobs) for _, logprobs in expected.values()}) == len(expected)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.full) for name in WEIGHT_ONLY]
+)
+def test_every_format_of_weights_equals_those_made_whole_and_merged(
+    tmp_path: Path, name: str, pool: native.Pool | None
+) -> None:
+    base = open_checkpoint(make_tiny_quantised(tmp_path / "base", WEIGHT_ONLY[name]))
+    check_family(tmp_path, base, *pools_for(base, pool))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_what_is_rounded_at_load_equals_that_made_whole_and_merged(
+    tmp_path: Path, rounding: Rounding, pool: native.Pool | None
+) -> None:
+    base = open_checkpoint(make_tiny_llama(tmp_path / "base"))
+    check_family(tmp_path, base, *pools_for(base, pool, rounding), rounding=rounding)
+
+
+def pools_for(
+    base: Checkpoint, pool: native.Pool | None, rounding: Rounding | None = None
+) -> Sequence[native.Pool | None]:
+    """Plain torch, and the kernels where they compute the model."""
+    return [None, *([pool] if pool and computes(base.config, RankPlace(), torch.float32, rounding) else [])]
+
+
+@pytest.mark.parametrize("name", ROUNDED_INPUTS)
+def test_where_inputs_are_rounded_those_of_adapters_are_not(tmp_path: Path, name: str) -> None:
+    base = open_checkpoint(make_tiny_quantised(tmp_path, ROUNDED_INPUTS[name]))
+    tensors = load_rank(base, RankPlace(), dtype=torch.float32, progress=lambda _: None, cancelled=lambda: False)
+    part = next(part for part in parameters(base.config, RankPlace()) if isinstance(part, Linear))
+    x, a, b = (torch.randn(shape, generator=torch.manual_seed(1)) for shape in ((5, 64), (4, 64), (64, 4)))
+    packed = take_packed(part.name, tensors)
+    assert packed is not None
+    expected = make_quantised_linear(packed)(x)
+    expected[[1, 3]] += 0.5 * (x[[1, 3]] @ a.T @ b.T)
+    linear = ColumnParallelLinear([part])
+    linear.place(flatten(part.name, packed))
+    which = torch.tensor([-1, 0, -1, 0, -1])
+    found = linear(x, RowAdapters([{part.name: Factors(a, b, 0.5)}], which))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+def test_the_kernels_round_inputs_but_those_of_adapters(tmp_path: Path, pool: native.Pool) -> None:
+    base = open_checkpoint(make_tiny_quantised(tmp_path / "base", ROUNDED_INPUTS["w8a8"]))
+    paths, prompts = make_adapters(tmp_path, base), prompts_of()
+    assert computes(base.config, RankPlace(), torch.float32)
+    check_answers(run_mixed(Served(base, paths, pool=pool), prompts, 1), run_mixed(Served(base, paths), prompts, 2))
 
 
 @needs_kernels
@@ -192,11 +274,15 @@ def test_in_bfloat16_an_answer_does_not_depend_on_its_batch(tmp_path: Path, pool
 
 
 @pytest.mark.parametrize(
-    ("native", "tp", "pp"),
-    [(False, 2, 1), (False, 2, 2), *(pytest.param(True, *n, marks=needs_kernels) for n in ((2, 1), (1, 2), (2, 2)))],
+    ("native", "tp", "pp", "form"),
+    [
+        *((False, tp, pp, None) for tp, pp in ((2, 1), (2, 2))),
+        *(pytest.param(True, *sizes, None, marks=needs_kernels) for sizes in ((2, 1), (1, 2), (2, 2))),
+        pytest.param(True, 2, 1, "gptq_ordered", marks=needs_kernels),
+    ],
 )
-def test_a_group_says_what_one_rank_says(tmp_path: Path, native: bool, tp: int, pp: int) -> None:
-    base_path = make_tiny_llama(tmp_path / "base")
+def test_a_group_says_what_one_rank_says(tmp_path: Path, native: bool, tp: int, pp: int, form: str | None) -> None:
+    base_path = make_tiny_quantised(tmp_path, WEIGHT_ONLY[form]) if form else make_tiny_llama(tmp_path / "base")
     base, prompts = open_checkpoint(base_path), prompts_of()
     paths = make_adapters(tmp_path, base)
     expected = run_mixed(Served(base, paths), prompts, 1)
@@ -234,14 +320,13 @@ def replace_slots(count: int) -> SimpleNamespace:
 def test_what_takes_no_adapters_says_so(tmp_path: Path) -> None:
     base = open_checkpoint(make_tiny_llama(tmp_path / "base"))
     config = base.config
-    for changed, is_quantised, slots, text in (
-        (config, False, 0, "adapter_slots"),
-        (config, True, 2, "quantised"),
-        (replace(config, other=SimpleNamespace()), False, 2, "transformers' definition"),  # type: ignore[arg-type]
+    for changed, slots, text in (
+        (config, 0, "adapter_slots"),
+        (replace(config, other=SimpleNamespace()), 2, "transformers' definition"),  # type: ignore[arg-type]
     ):
-        problem = adapter_problem(changed, is_quantised=is_quantised, num_slots=slots)
+        problem = adapter_problem(changed, num_slots=slots)
         assert problem is not None and text in problem
-    assert adapter_problem(config, is_quantised=False, num_slots=1) is None
+    assert adapter_problem(config, num_slots=1) is None
     served = Served(base, settings=replace_slots(0))
     assert (served.adapters.num_slots, served.adapters.device_bytes) == (0, 0)
     with pytest.raises(RuntimeFailure, match="adapter_slots"):
