@@ -40,6 +40,7 @@ from scheduler_service.engine.values import (
     Prompt,
     Started,
 )
+from stepwire.grammars import grammar_key
 from stepwire.rpc.deadlines import has_passed
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry import names
@@ -287,6 +288,10 @@ class Engine:
             self._num_admitting -= checked.num_sequences
         max_tokens = validator.max_tokens(len(token_ids), checked)
         continued = await continue_request(call, checked, token_ids, served.tokens, max_tokens)
+        grammar = None
+        if call.sampling.structured_output is not None:
+            grammar = await served.grammars.check(call.sampling.structured_output)
+            checked = checked.with_grammar(grammar_key(grammar))
         self._require_open()
         trace.describe(checked.sampling, checked.n, max_tokens)
         request = Request(
@@ -308,13 +313,12 @@ class Engine:
         )
         live = _live_request(request, checked, trace, arrival)
         live.continued = continued
-        replica = self.replicas.choose(request)
-        if call.sampling.structured_output is not None:
-            checked = await replica.grammars.hold(call.sampling.structured_output, checked, holds)
-            live.bind(checked.sampling, checked.max_draft_tokens)
+        if grammar is None:
+            replica = self.replicas.choose(request)
+        else:
+            holds.callback(live.leave_grammar)
+            replica = await self.replicas.choose_with(grammar, live)
             self._require_open()
-            if not replica.takes_requests:
-                raise not_ready()
         replica.loop.submit(live)
         trace.accepted(request, replica.tracing)
         return live, checked.sampling.seed

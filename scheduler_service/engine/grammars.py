@@ -4,14 +4,12 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from scheduler_service.engine.changes import all_of
 from scheduler_service.engine.helpers import HelperDied, Helpers, HelperTimeout
-from scheduler_service.engine.validate import Checked
 from scheduler_service.engine.values import StructuredOutput
 from stepwire.grammars import MAX_LIVE_BYTES, MAX_LIVE_GRAMMARS, grammar_key
 from stepwire.rpc.errors import StepwireError
@@ -25,9 +23,8 @@ _MAX_CHECKED = 4096
 # A process may also be too slow, or die, because the machine is short of something.
 _DOUBT_S = 30.0
 _RETRY_AFTER_S = 1.0
-# What a call gets when workers are lost: others take their place, or the service ends.
-_EPOCH_ENDS = frozenset({"STALE_EPOCH", "WRONG_PHASE", "WORKER_FAILED", "MODEL_NOT_READY"})
-_NEXT_EPOCH_S = 60.0
+EPOCH_ENDS = frozenset({"STALE_EPOCH", "WRONG_PHASE", "WORKER_FAILED", "MODEL_NOT_READY"})
+"""What a call gets when workers are lost: others take their place, or the service ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,28 +141,35 @@ class _Checked:
         return self.stale_at is not None and asyncio.get_running_loop().time() >= self.stale_at
 
 
-class Grammars:
-    """The owner of the grammars that live requests use: none is planned with before all workers have its grammar."""
+@dataclass(frozen=True, slots=True, eq=False)
+class GrammarHold:
+    """One request's use of a grammar, on the workers of one replica. They may forget it once `release` was called for
+    each."""
 
-    def __init__(self, checker: GrammarChecker) -> None:
-        self._checker = checker
+    grammar: str
+    release: Callable[[], None]
+
+
+class Grammars:
+    """The owner of the grammars that live requests of a replica use: none is planned with before all workers have its
+    grammar."""
+
+    def __init__(self) -> None:
         self._ports: list[GrammarPort] = []
         self._epoch = 0
         self._revision = 0
         self._live: dict[bytes, _Live] = {}
-        self._next_epoch = asyncio.Event()
 
     @property
     def num_live(self) -> int:
         """Grammars in use."""
         return len(self._live)
 
-    async def acquire(self, wanted: StructuredOutput) -> bytes:
-        """The key of a grammar that all workers have from now on, until it is released as often.
+    async def acquire(self, grammar: str) -> "GrammarHold":
+        """Holds a grammar, which all workers have from now on.
 
-        Raises GRAMMAR_INVALID, GRAMMAR_TOO_COMPLEX, GRAMMARS_FULL, or what a worker raises.
+        Raises GRAMMARS_FULL, or what a worker raises; one of EPOCH_ENDS when workers are lost.
         """
-        grammar = await self._checker.check(wanted)
         key = grammar_key(grammar)
         live = self._live.get(key)
         if live is None:
@@ -173,30 +177,17 @@ class Grammars:
             live = self._live[key] = _Live(grammar)
         live.num_users += 1
         try:
-            await self._bring(key, live)
+            if live.preparation is None or _has_failed(live.preparation):
+                live.preparation = _begin(self._prepare(key, live))
+            await asyncio.shield(live.preparation)
         except BaseException:
-            self.release(key)
+            self._release(key)
             raise
-        return key
-
-    async def hold(self, wanted: StructuredOutput, checked: Checked, holds: ExitStack) -> Checked:
-        """A checked call with the key of its grammar, acquired until `holds` is closed. Raises as `acquire` does."""
-        key = await self.acquire(wanted)
-        holds.callback(self.release, key)
-        # Drafts are no guess at what a grammar allows: it would have to go on over each of them.
-        return replace(checked, sampling=replace(checked.sampling, grammar_key=key), max_draft_tokens=0)
-
-    def release(self, key: bytes) -> None:
-        """One request less uses a grammar. Workers may forget it once none does."""
-        live = self._live[key]
-        live.num_users -= 1
-        if live.num_users == 0:
-            del self._live[key]
+        return GrammarHold(grammar, lambda: self._release(key))
 
     def texts(self, keys: Set[bytes]) -> dict[bytes, str]:
-        """The grammars of these keys, as far as they are live or have lately been checked."""
-        live = {key: live.grammar for key, live in self._live.items() if key in keys}
-        return {**self._checker.texts(keys), **live}
+        """The grammars of these keys that are in use."""
+        return {key: live.grammar for key, live in self._live.items() if key in keys}
 
     async def begin_epoch(self, ports: Sequence[GrammarPort], epoch: int) -> None:
         """Brings what is live to the workers of a new epoch, before any sequence comes back.
@@ -206,35 +197,16 @@ class Grammars:
         self._ports, self._epoch = list(ports), epoch
         for key, live in self._live.items():
             live.preparation = _begin(self._prepare(key, live))
-        self._next_epoch.set()
-        self._next_epoch = asyncio.Event()
         preparations = [live.preparation for live in self._live.values() if live.preparation is not None]
         for outcome in await asyncio.gather(*preparations, return_exceptions=True):
-            if isinstance(outcome, StepwireError) and outcome.reason in _EPOCH_ENDS:
+            if isinstance(outcome, StepwireError) and outcome.reason in EPOCH_ENDS:
                 raise outcome
 
-    async def close(self) -> None:
-        """Ends the processes of the checks."""
-        await self._checker.close()
-
-    async def _bring(self, key: bytes, live: "_Live") -> None:
-        """Returns when all workers have a grammar: when an epoch ends meanwhile, those of the next one."""
-        while True:
-            next_epoch = self._next_epoch
-            if live.preparation is None or _has_failed(live.preparation):
-                live.preparation = _begin(self._prepare(key, live))
-            preparation = live.preparation
-            try:
-                await asyncio.shield(preparation)
-                return
-            except StepwireError as error:
-                if error.reason not in _EPOCH_ENDS:
-                    raise
-                try:
-                    async with asyncio.timeout(_NEXT_EPOCH_S):
-                        await next_epoch.wait()
-                except TimeoutError:
-                    raise error from None
+    def _release(self, key: bytes) -> None:
+        live = self._live[key]
+        live.num_users -= 1
+        if live.num_users == 0:
+            del self._live[key]
 
     async def _prepare(self, key: bytes, live: "_Live") -> None:
         self._revision += 1

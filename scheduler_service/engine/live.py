@@ -1,16 +1,17 @@
 """A request while it lives: what the step loop and the client's call share."""
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.engine.best_of import BestOf
 from scheduler_service.engine.continuing import Continued
+from scheduler_service.engine.grammars import GrammarHold
 from scheduler_service.engine.output import OutputStream
 from scheduler_service.engine.stop import StopStrings
 from scheduler_service.engine.tracing import RequestTrace
-from scheduler_service.engine.values import Finished, Sampling
+from scheduler_service.engine.values import Finished
 
 if TYPE_CHECKING:
     from scheduler_service.engine.loop import StepLoop
@@ -30,8 +31,8 @@ class LiveRequest:
     loop: "StepLoop | None" = None
     """Where it lives; None before it is accepted."""
     num_moves: int = 0
-    is_bound: bool = False
-    """Whether it may not go to another replica, because the workers of its own hold what it needs."""
+    grammar: GrammarHold | None = None
+    """What its replica's workers hold for the form of its output."""
     is_closed: bool = False
     num_live: int = 0
     num_output_tokens: int = 0
@@ -48,10 +49,11 @@ class LiveRequest:
         """Time from arrival to the first step, in seconds; until now when there was none."""
         return (self.first_step_at or time.monotonic()) - self.arrival
 
-    def bind(self, sampling: Sampling, max_draft_tokens: int) -> None:
-        """Ties a request that was not yet accepted to its replica, whose workers hold the grammar that it names."""
-        self.request = replace(self.request, sampling=sampling, max_draft_tokens=max_draft_tokens)
-        self.is_bound = True
+    def leave_grammar(self) -> None:
+        """Its replica's workers need not hold its grammar any more."""
+        if self.grammar is not None:
+            self.grammar.release()
+            self.grammar = None
 
     @property
     def _num_delivered(self) -> int:

@@ -209,11 +209,7 @@ class StepLoop:
     def can_move(self, live: LiveRequest) -> bool:
         """Whether a request may leave, and none of its sequences waits for its last text to be made."""
         sequences = self._scheduler.sequences_of(live.request.request_id)
-        return (
-            not live.is_bound
-            and len(sequences) == live.num_live
-            and all(sequence in self._texts for sequence in sequences)
-        )
+        return len(sequences) == live.num_live and all(sequence in self._texts for sequence in sequences)
 
     def can_adopt(self, live: LiveRequest) -> bool:
         """Whether it may come here: no other one has its id, and it fits the KV cache."""

@@ -1,9 +1,11 @@
 """One replica of a model: a worker group, and the scheduler and step loop that drive it."""
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import structlog
 from opentelemetry.trace import Tracer
 
 from scheduler_service.core.config import SchedulerConfig
@@ -11,8 +13,9 @@ from scheduler_service.core.plan import StepResult
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.causes import EpochEnd
-from scheduler_service.engine.grammars import Grammars
+from scheduler_service.engine.grammars import GrammarHold, Grammars
 from scheduler_service.engine.group import RankReport, WorkerGroup
+from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.loop import StepLoop
 from scheduler_service.engine.metrics import EngineMetrics
 from scheduler_service.engine.ports import SleepLevel, WorkerPort
@@ -24,6 +27,8 @@ from stepwire.rpc.errors import StepwireError
 
 # A request that was moved so often stays with its replica: it may be what the workers break on, and is tried there.
 MAX_MOVES = 2
+
+_log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +78,11 @@ class Replica:
             life, parts.tracer, observer=self.tracing, on_result=self._take_result, on_give_up=self._give_up
         )
         self._life.observers += [self, parts.metrics]
-        self.grammars = Grammars(parts.model.grammars)
+        self.grammars = Grammars()
         """Those that its live requests use."""
         self._life.preparations.append(self.grammars.begin_epoch)
-        life.flight.grammars = self.grammars.texts
+        checker = parts.model.grammars
+        life.flight.grammars = lambda keys: {**checker.texts(keys), **self.grammars.texts(keys)}
         detokenizer = parts.model.tokens.detokenizer
         self.loop = StepLoop(Scheduler(config, time.monotonic), self._life, detokenizer, parts.on_defect)
 
@@ -140,16 +146,41 @@ class Replica:
     async def move_all(self, target: "Replica", *, limit: int | None = MAX_MOVES) -> None:
         """Gives the requests that live here to another replica, but those that were moved `limit` times.
 
-        What was sampled for them is delivered first. One that the other cannot take stays.
+        What was sampled for them is delivered first. One that the other cannot take stays. Those whose output has a
+        form go when the other's workers have its grammar.
         """
         await self.loop.settle()
-        if not target.takes_requests:
+        leaving = self._leaving(target, limit)
+        self._give(target, [live for live in leaving if live.grammar is None])
+        moves = (self._move_with(live.grammar, live, target, limit) for live in leaving if live.grammar is not None)
+        await asyncio.gather(*moves)
+
+    async def _move_with(self, held: GrammarHold, live: LiveRequest, target: "Replica", limit: int | None) -> None:
+        try:
+            hold = await target.grammars.acquire(held.grammar)
+        except StepwireError as error:
+            _log.info(
+                "request_not_moved", request_id=live.request.request_id, replica=target.number, error=error.message
+            )
             return
-        leaving = [
+        try:
+            await self.loop.settle()
+            if live in self._leaving(target, limit):
+                live.grammar, hold = hold, held
+                self._give(target, [live])
+        finally:
+            hold.release()
+
+    def _leaving(self, target: "Replica", limit: int | None) -> list[LiveRequest]:
+        if not target.takes_requests:
+            return []
+        return [
             live
             for live in self.loop.live_requests()
             if (limit is None or live.num_moves < limit) and self.loop.can_move(live) and target.loop.can_adopt(live)
         ]
+
+    def _give(self, target: "Replica", leaving: Sequence[LiveRequest]) -> None:
         for live, withdrawn in zip(leaving, self.loop.withdraw(leaving), strict=True):
             target.loop.adopt(live, withdrawn)
             live.num_moves += 1

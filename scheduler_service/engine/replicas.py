@@ -1,7 +1,8 @@
 """The replicas of one model: which one takes a request, and what becomes of requests when one is lost."""
 
+import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any
 
 import structlog
@@ -9,6 +10,8 @@ import structlog
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.request import Request
 from scheduler_service.engine.changes import Changes
+from scheduler_service.engine.grammars import EPOCH_ENDS
+from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.placing import Placing
 from scheduler_service.engine.recovery import LifePlan
 from scheduler_service.engine.refusals import not_ready
@@ -16,6 +19,8 @@ from scheduler_service.engine.replica import Replica, ReplicaParts
 from scheduler_service.engine.start import StartedGroup
 from stepwire.rpc.errors import StepwireError
 
+# How long a request waits for workers that can take its grammar.
+_NEXT_EPOCH_S = 60.0
 _log = structlog.stdlib.get_logger(__name__)
 
 
@@ -34,6 +39,7 @@ class Replicas:
         self._placing = Placing()
         self._moves = Changes("move requests", takes_errors=False)
         self._num_made = 0
+        self._next_epoch = asyncio.Event()
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(tuple(self._replicas))
@@ -113,15 +119,42 @@ class Replicas:
                 return
         raise refusal or not_ready()
 
-    def choose(self, request: Request) -> Replica:
-        """The replica for a request. Raises REQUEST_ALREADY_EXISTS, MODEL_NOT_READY."""
+    def choose(self, request: Request, *, but: Collection[Replica] = ()) -> Replica:
+        """The replica for a request, one of `but` only where there are no others. Raises REQUEST_ALREADY_EXISTS,
+        MODEL_NOT_READY."""
         places = self._open()
+        places = [replica for replica in places if replica not in but] or places
         if not places:
             raise not_ready()
         for replica in self._replicas:
             # Wherever it lives: it may be moved.
             replica.loop.check_id(request.request_id)
         return self._placing.choose(request, places)
+
+    async def choose_with(self, grammar: str, live: LiveRequest) -> Replica:
+        """The replica for a request that holds a grammar from now on, which all of its workers have.
+
+        Where workers are lost meanwhile another replica is asked, or the first that recovers. Raises as `choose` does,
+        and what the workers raise.
+        """
+        lost: set[Replica] = set()
+        while True:
+            next_epoch = self._next_epoch
+            replica = self.choose(live.request, but=lost)
+            try:
+                hold = await replica.grammars.acquire(grammar)
+            except StepwireError as error:
+                if error.reason not in EPOCH_ENDS:
+                    raise
+                lost.add(replica)
+                if not any(each.is_healthy for each in self._open() if each not in lost):
+                    await _wait_for(next_epoch, error)
+                    lost.clear()
+                continue
+            if replica.takes_requests:
+                live.grammar = hold
+                return replica
+            hold.release()
 
     def _open(self) -> list[Replica]:
         return [replica for replica in self._replicas if replica.takes_requests]
@@ -139,11 +172,13 @@ class Replicas:
 
     def _take_in(self, replica: Replica) -> None:
         """One is back: requests of those that are not go on with it."""
+        self._wake()
         for other in self._replicas:
             if other is not replica and other.is_recovering:
                 self._begin(other.move_all(replica))
 
     def _lost(self, replica: Replica, error: StepwireError) -> None:
+        self._wake()
         if all(each.failure is not None for each in self._replicas):
             self._on_all_lost(error)
             return
@@ -163,6 +198,20 @@ class Replicas:
             self._on_removed(replica)
             await replica.close()
 
+    def _wake(self) -> None:
+        """Lets those that wait for a replica look again."""
+        self._next_epoch.set()
+        self._next_epoch = asyncio.Event()
+
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         # In a context of its own: this is called from within the old epoch's tasks.
         self._moves.begin(work, context=contextvars.Context())
+
+
+async def _wait_for(event: asyncio.Event, error: StepwireError) -> None:
+    """Raises `error` when it does not come in time."""
+    try:
+        async with asyncio.timeout(_NEXT_EPOCH_S):
+            await event.wait()
+    except TimeoutError:
+        raise error from None

@@ -52,6 +52,11 @@ class Checked:
     best_of: BestOfRule | None
     max_draft_tokens: int
 
+    def with_grammar(self, key: bytes) -> "Checked":
+        """The same, its output held to a grammar."""
+        # Drafts are no guess at what a grammar allows: it would have to go on over each of them.
+        return replace(self, sampling=replace(self.sampling, grammar_key=key), max_draft_tokens=0)
+
 
 class Validator:
     """Checks requests against the API's bounds and one model's. Raises StepwireError; changes nothing."""

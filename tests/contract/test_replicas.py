@@ -23,12 +23,14 @@ async def two() -> AsyncIterator[RunningScheduler]:
 
 
 class Stream:
-    """A request under way; `check` holds it against an undisturbed one."""
+    """A request under way; `check` holds it against an undisturbed one. `form` is a regex that its output follows."""
 
-    def __init__(self, scheduler: RunningScheduler, text: str, *, n: int = 1, **fields: Any) -> None:
+    def __init__(self, scheduler: RunningScheduler, text: str, *, n: int = 1, form: str = "", **fields: Any) -> None:
         self._scheduler, self._seed, self._n = scheduler, len(text), n
         self._prompt = scheduler.tokenizer.encode(text).ids
-        sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=self._seed, n=n)
+        sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, seed=self._seed, n=n)
+        if form:
+            sampling.structured_output.regex = form
         self.task = asyncio.create_task(
             scheduler.generate(token_ids=pb.TokenIds(ids=self._prompt), sampling=sampling, **fields)
         )
@@ -44,6 +46,9 @@ class Stream:
             assert tokens_of(responses, index) == expected
 
 
+with_and_without_form = pytest.mark.parametrize("form", ["", "[a-zA-Z]+"])
+
+
 def workers(scheduler: RunningScheduler) -> list[FakeWorker]:
     return [server.worker for server in scheduler.worker_servers]
 
@@ -57,14 +62,16 @@ async def test_both_serve_and_each_stream_is_whole(two: RunningScheduler) -> Non
     assert info.num_blocks == info.num_free_blocks == 2 * workers(two)[0].num_blocks
 
 
-async def test_a_lost_replicas_requests_go_on_at_once_elsewhere(two: RunningScheduler) -> None:
-    streams = [Stream(two, "x" * i, n=1 + i % 2) for i in range(1, 9)]
+@with_and_without_form
+async def test_a_lost_replicas_requests_go_on_at_once_elsewhere(two: RunningScheduler, form: str) -> None:
+    streams = [Stream(two, "x" * i, n=1 + i % 2, form=form) for i in range(1, 9)]
     await until(lambda: all(worker.last_step_id > 8 for worker in workers(two)))
     await two.worker_servers[0].kill()
     for stream in streams:
         await stream.check()
     assert two.engine.model_info().state == "ready"
     assert two.engine.is_healthy
+    assert all(replica.grammars.num_live == 0 for replica in two.engine.replicas)
 
 
 async def test_a_replica_that_is_back_serves_again(two: RunningScheduler) -> None:
@@ -93,10 +100,10 @@ async def test_the_last_replica_recovers_as_a_single_one_does(two: RunningSchedu
         await stream.check()
 
 
-@pytest.mark.parametrize("first", [0, 1])
-async def test_requests_wait_for_whichever_replica_recovers_first(two: RunningScheduler, first: int) -> None:
+@pytest.mark.parametrize(("first", "form"), [(0, ""), (1, ""), (0, "[a-zA-Z]+")])
+async def test_requests_wait_for_whichever_replica_recovers_first(two: RunningScheduler, first: int, form: str) -> None:
     """Both replicas had requests, and only one of them comes back."""
-    streams = [Stream(two, "x" * i) for i in range(1, 7)]
+    streams = [Stream(two, "x" * i, form=form) for i in range(1, 7)]
     await until(lambda: all(worker.last_step_id > 8 for worker in workers(two)))
     for server in two.worker_servers:
         await server.kill()
@@ -106,6 +113,41 @@ async def test_requests_wait_for_whichever_replica_recovers_first(two: RunningSc
     for stream in streams:
         await stream.check()
     assert lost.loop.num_live == 0
+
+
+async def test_who_waits_for_its_form_to_compile_goes_on_where_it_can(two: RunningScheduler) -> None:
+    two.worker.grammar_gate.clear()
+    streams = [Stream(two, "x" * i, form=f"[a-zA-Z]{{{i},}}") for i in range(1, 5)]
+    await until(lambda: all("PrepareGrammar" in worker.calls for worker in workers(two)))
+    await two.worker_servers[0].kill()
+    for stream in streams:
+        await stream.check()
+
+
+async def test_who_waits_for_its_form_waits_for_whichever_replica_comes_back(two: RunningScheduler) -> None:
+    for worker in workers(two):
+        worker.grammar_gate.clear()
+    stream = Stream(two, "x", form="[a-zA-Z]+")
+    await until(lambda: any("PrepareGrammar" in worker.calls for worker in workers(two)))
+    chosen = next(i for i, worker in enumerate(workers(two)) if "PrepareGrammar" in worker.calls)
+    for server in two.worker_servers:
+        await server.kill()
+    await until(lambda: two.engine.model_info().state == "recovering")
+    other = two.worker_servers[1 - chosen]
+    other.worker.grammar_gate.set()
+    await other.start()
+    await stream.check()
+
+
+async def test_a_form_that_the_other_workers_refuse_stays(two: RunningScheduler) -> None:
+    streams = [Stream(two, "x" * i, form=f"[a-zA-Z]{{{i},}}") for i in range(1, 5)]
+    await until(lambda: all(worker.last_step_id > 8 for worker in workers(two)))
+    workers(two)[1].failures["PrepareGrammar"] = StepwireError("GRAMMARS_FULL", "full", retry_after_s=1.0)
+    draining = asyncio.create_task(two.operate(lambda client: client.drain_replica(0)))
+    for stream in streams:
+        await stream.check()
+    await draining
+    assert workers(two)[0].last_step_id > NUM_TOKENS
 
 
 async def test_a_replica_that_is_lost_for_good_leaves_the_others(two: RunningScheduler) -> None:
@@ -124,8 +166,9 @@ async def test_an_id_is_taken_wherever_it_lives(two: RunningScheduler) -> None:
     await stream.check()
 
 
-async def test_a_drained_replicas_requests_go_on_and_its_workers_stay(two: RunningScheduler) -> None:
-    streams = [Stream(two, "x" * i, n=1 + i % 2) for i in range(1, 7)]
+@with_and_without_form
+async def test_a_drained_replicas_requests_go_on_and_its_workers_stay(two: RunningScheduler, form: str) -> None:
+    streams = [Stream(two, "x" * i, n=1 + i % 2, form=form) for i in range(1, 7)]
     await until(lambda: all(worker.last_step_id > 8 for worker in workers(two)))
     await two.operate(lambda client: client.drain_replica(0))
     steps = two.worker.last_step_id

@@ -166,6 +166,7 @@ class FakeWorker:
         self.sequences.clear()
         self.slots.clear()
         self.adapters.clear()
+        self.grammars.clear()
 
     def execute(self, step: pb.Step) -> pb.StepResult:
         """Runs a step. Raises StepwireError STATE_MISMATCH for one that no correct scheduler sends."""

@@ -50,8 +50,8 @@ def regex(text: str) -> StructuredOutput:
     return StructuredOutput("regex", text)
 
 
-async def grammars_on(ports: list[Port], checker: Checker, *, epoch: int) -> Grammars:
-    grammars = Grammars(checker)
+async def grammars_on(ports: list[Port], *, epoch: int) -> Grammars:
+    grammars = Grammars()
     await grammars.begin_epoch(ports, epoch)
     return grammars
 
@@ -59,78 +59,77 @@ async def grammars_on(ports: list[Port], checker: Checker, *, epoch: int) -> Gra
 async def test_a_key_is_given_out_when_all_workers_have_the_grammar() -> None:
     ports = [Port(), Port()]
     ports[1].gate.clear()
-    grammars = await grammars_on(ports, Checker(), epoch=7)
-    waiting = asyncio.create_task(grammars.acquire(regex("x")))
+    grammars = await grammars_on(ports, epoch=7)
+    waiting = asyncio.create_task(grammars.acquire("x"))
     await ports[1].called.wait()
     assert not waiting.done()
     ports[1].gate.set()
-    key = await waiting
-    assert key == grammar_key("x")
+    assert (await waiting).grammar == "x"
+    key = grammar_key("x")
     for port in ports:
         assert port.calls == [(7, PreparedGrammar(key, "x", (key,), 1))]
 
 
 async def test_who_shares_a_grammar_shares_its_preparation_and_its_end() -> None:
-    port, checker = Port(), Checker()
-    grammars = await grammars_on([port], checker, epoch=1)
-    key, other, same = [await grammars.acquire(regex(text)) for text in "xyx"]
-    assert (key == same, len(port.calls), checker.num_asked) == (True, 2, 2)
-    assert set(port.calls[1][1].live_keys) == {key, other}
-    grammars.release(key)
+    port = Port()
+    grammars = await grammars_on([port], epoch=1)
+    first, other, same = [await grammars.acquire(text) for text in "xyx"]
+    assert len(port.calls) == 2
+    assert set(port.calls[1][1].live_keys) == {grammar_key("x"), grammar_key("y")}
+    first.release()
     assert grammars.num_live == 2
-    grammars.release(key)
-    grammars.release(other)
+    same.release()
+    other.release()
     assert grammars.num_live == 0
-    # Nobody lives with it, so a worker may have forgotten it; what came of the check is still known.
-    await grammars.acquire(regex("x"))
-    assert (len(port.calls), checker.num_asked) == (3, 2)
-    assert port.calls[2][1].live_keys == (key,)
+    # Nobody lives with it, so a worker may have forgotten it.
+    await grammars.acquire("x")
+    assert len(port.calls) == 3
+    assert port.calls[2][1].live_keys == (grammar_key("x"),)
     assert [prepared.revision for _, prepared in port.calls] == [1, 2, 3]
 
 
 async def test_one_that_gives_up_leaves_the_others_theirs() -> None:
     port = Port()
     port.gate.clear()
-    grammars = await grammars_on([port], Checker(), epoch=1)
-    first, second = (asyncio.create_task(grammars.acquire(regex("x"))) for _ in range(2))
+    grammars = await grammars_on([port], epoch=1)
+    first, second = (asyncio.create_task(grammars.acquire("x")) for _ in range(2))
     await port.called.wait()
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     assert grammars.num_live == 1
     port.gate.set()
-    assert await second == grammar_key("x")
-    grammars.release(grammar_key("x"))
+    (await second).release()
     assert grammars.num_live == 0
 
 
 async def test_a_worker_that_fails_fails_the_request_and_the_next_one_tries_again() -> None:
     port = Port()
     port.failure = StepwireError("GRAMMAR_INVALID", "no")
-    grammars = await grammars_on([port], Checker(), epoch=1)
+    grammars = await grammars_on([port], epoch=1)
     with pytest.raises(StepwireError, match="no"):
-        await grammars.acquire(regex("x"))
+        await grammars.acquire("x")
     assert grammars.num_live == 0
     port.failure = None
-    await grammars.acquire(regex("x"))
+    await grammars.acquire("x")
     assert len(port.calls) == 2
 
 
 async def test_refusals_are_remembered_and_raised_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     checker = Checker()
-    grammars = await grammars_on([], checker, epoch=1)
     errors = []
     for _ in range(2):
+        assert await checker.check(regex("good")) == "good"
         with pytest.raises(StepwireError) as caught:
-            await grammars.acquire(regex("bad"))
+            await checker.check(regex("bad"))
         errors.append(caught.value)
-    assert (checker.num_asked, grammars.num_live) == (1, 0)
+    assert checker.num_asked == 2
     assert errors[0] is not errors[1]
     # A machine that is short of something makes a grammar slow, too.
     monkeypatch.setattr("scheduler_service.engine.grammars._DOUBT_S", -1.0)
     for _ in range(2):
         with pytest.raises(StepwireError):
-            await grammars.acquire(regex("slow"))
-    assert checker.num_asked == 3
+            await checker.check(regex("slow"))
+    assert checker.num_asked == 4
 
 
 async def test_what_was_checked_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,50 +141,29 @@ async def test_what_was_checked_is_forgotten_in_time(monkeypatch: pytest.MonkeyP
 
 
 async def test_there_are_no_more_live_grammars_than_workers_hold() -> None:
-    grammars = await grammars_on([Port()], Checker(), epoch=1)
+    grammars = await grammars_on([Port()], epoch=1)
     for number in range(MAX_LIVE_GRAMMARS):
-        await grammars.acquire(regex(f"x{number}"))
-    await grammars.acquire(regex("x0"))
+        await grammars.acquire(f"x{number}")
+    await grammars.acquire("x0")
     with pytest.raises(StepwireError) as caught:
-        await grammars.acquire(regex("one more"))
+        await grammars.acquire("one more")
     assert caught.value.reason == "GRAMMARS_FULL" and caught.value.retry_after_s
 
 
 async def test_workers_of_a_new_epoch_get_what_is_live() -> None:
     old, new = Port(), Port()
-    grammars = await grammars_on([old], Checker(), epoch=1)
-    keys = [await grammars.acquire(regex(text)) for text in "xyz"]
-    grammars.release(keys[1])
+    grammars = await grammars_on([old], epoch=1)
+    holds = [await grammars.acquire(text) for text in "xyz"]
+    holds[1].release()
     await grammars.begin_epoch([new], epoch=2)
-    assert [(epoch, prepared.key) for epoch, prepared in new.calls] == [(2, keys[0]), (2, keys[2])]
-    await grammars.acquire(regex("w"))
+    assert [(epoch, prepared.grammar) for epoch, prepared in new.calls] == [(2, "x"), (2, "z")]
+    await grammars.acquire("w")
     assert len(new.calls) == 3 and len(old.calls) == 3
     new.failure = StepwireError("GRAMMARS_FULL", "no room")
     await grammars.begin_epoch([new], epoch=3)
     new.failure = StepwireError("WORKER_FAILED", "gone")
     with pytest.raises(StepwireError, match="gone"):
         await grammars.begin_epoch([new], epoch=3)
-
-
-async def test_who_waits_when_an_epoch_ends_waits_for_the_next() -> None:
-    old, new = Port(), Port()
-    old.failure = StepwireError("WORKER_FAILED", "gone")
-    grammars = await grammars_on([old], Checker(), epoch=1)
-    waiting = asyncio.create_task(grammars.acquire(regex("x")))
-    await old.called.wait()
-    await grammars.begin_epoch([new], epoch=2)
-    assert await waiting == grammar_key("x")
-    assert [(epoch, prepared.key) for epoch, prepared in new.calls] == [(2, grammar_key("x"))]
-
-
-async def test_who_waits_for_an_epoch_that_does_not_come_gets_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_service.engine.grammars._NEXT_EPOCH_S", 0.01)
-    port = Port()
-    port.failure = StepwireError("STALE_EPOCH", "another epoch")
-    grammars = await grammars_on([port], Checker(), epoch=1)
-    with pytest.raises(StepwireError, match="another epoch"):
-        await grammars.acquire(regex("x"))
-    assert grammars.num_live == 0
 
 
 async def test_real_processes_check_and_are_killed_when_they_take_too_long() -> None:
