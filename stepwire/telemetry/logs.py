@@ -69,11 +69,19 @@ def configure_logging(
             ],
         )
     )
+    handler.addFilter(_is_news)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(number)
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record says anything. gRPC calls it an error when a client goes away in the very moment in which it is
+    answered, and keeps silent when it does so a little earlier."""
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != "ExecuteBatchError" or not record.name.startswith("grpc.")
 
 
 def _renderers(*, is_pretty: bool, colors: bool) -> Sequence[Processor]:

@@ -3,6 +3,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -112,3 +113,16 @@ def test_fields_are_added_as_they_are_at_the_time() -> None:
     one, two = (json.loads(line) for line in stream.getvalue().splitlines())
     assert (one["rank"], "epoch" in one) == (0, False)
     assert (two["rank"], two["epoch"]) == (3, 9)
+
+
+def test_clients_that_go_away_while_they_are_answered_are_no_error() -> None:
+    stream = io.StringIO()
+    configure_logging(format="json", service="test", stream=stream)
+    gone: Any = import_module("grpc._cython.cygrpc")
+    for error in (gone.ExecuteBatchError("Failed"), ValueError("a defect")):
+        try:
+            raise error
+        except Exception:
+            logging.getLogger("grpc._cython.cygrpc").exception("raised in a servicer method")
+    (record,) = records(stream)
+    assert "a defect" in record["exception"]
