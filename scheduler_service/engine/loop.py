@@ -22,6 +22,7 @@ from scheduler_service.core.request import Sequence as SchedulerSequence
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.best_of import BestOf
 from scheduler_service.engine.detokenize import Detokenizer
+from scheduler_service.engine.ends import already_exists, end_error, ends_workers, queue_full, too_slow
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.output import Delivery, SequenceText, TextPipeline, Work
 from scheduler_service.engine.stop import StopFinder
@@ -122,7 +123,7 @@ class StepLoop:
         try:
             self._scheduler.check_queue(num_sequences, num_arriving)
         except QueueFull as error:
-            raise _queue_full(error) from None
+            raise queue_full(error) from None
 
     def submit(self, live: LiveRequest) -> None:
         """Lets a request wait. Raises StepwireError when it is refused; then nothing has changed."""
@@ -138,9 +139,9 @@ class StepLoop:
             metadata = {"needed_blocks": str(error.needed_blocks), "num_blocks": str(error.num_blocks)}
             raise StepwireError("PROMPT_TOO_LONG", str(error), metadata) from None
         except QueueFull as error:
-            raise _queue_full(error) from None
+            raise queue_full(error) from None
         except DuplicateRequest as error:
-            raise _already_exists(error) from None
+            raise already_exists(error) from None
         live.num_live = len(sequences)
         live.loop = self
         self._live[live.request.request_id] = live
@@ -184,7 +185,7 @@ class StepLoop:
     def check_id(self, request_id: str) -> None:
         """Raises REQUEST_ALREADY_EXISTS when a request of this id lives here."""
         if self.has(request_id):
-            raise _already_exists(DuplicateRequest(request_id))
+            raise already_exists(DuplicateRequest(request_id))
 
     async def wait_idle(self) -> None:
         """Waits until no request lives here."""
@@ -233,7 +234,7 @@ class StepLoop:
         self._apply_results()
         for event in self._scheduler.end_epoch(by_fault=follows_fault):
             if (text := self._texts.pop(event.sequence, None)) is not None:
-                self._work.append((text, _ends_workers(event.sequence.request.request_id)))
+                self._work.append((text, ends_workers(event.sequence.request.request_id)))
         self._is_paused = False
         self._wake.set()
 
@@ -346,7 +347,7 @@ class StepLoop:
                 if event.sequence in texts:
                     self._work.append((texts[event.sequence], event.logprobs))
             elif (text := texts.pop(event.sequence, None)) is not None:
-                self._work.append((text, _end_error(event)))
+                self._work.append((text, end_error(event)))
 
     # What comes back as text.
 
@@ -367,13 +368,13 @@ class StepLoop:
                     continue
                 live.stream.put(item)
                 if live.stream.is_overfull:
-                    self.end(live, _too_slow(live))
+                    self.end(live, too_slow(live))
                 elif item.finish_reason is not None:
                     self._end_sequence(live, text.sequence, item)
             elif isinstance(item, PromptLogprobs):
                 live.stream.put_prompt_logprobs(item)
                 if live.stream.is_overfull:
-                    self.end(live, _too_slow(live))
+                    self.end(live, too_slow(live))
             else:
                 self.end(live, item)
 
@@ -419,42 +420,3 @@ class StepLoop:
         del self._live[live.request.request_id]
         if not self._live:
             self._idle.set()
-
-
-def _queue_full(error: QueueFull) -> StepwireError:
-    return StepwireError("QUEUE_FULL", str(error), {"limit": str(error.limit), "what": error.what}, error.retry_after_s)
-
-
-def _already_exists(error: DuplicateRequest) -> StepwireError:
-    return StepwireError("REQUEST_ALREADY_EXISTS", str(error), {"request_id": error.request_id})
-
-
-def _too_slow(live: LiveRequest) -> StepwireError:
-    """What ends a request whose client does not read: its output may not fill the memory of all."""
-    return StepwireError(
-        "CLIENT_TOO_SLOW",
-        "the client leaves too much output untaken; read the stream, or ask for fewer sequences or log-probabilities",
-        {"request_id": live.request.request_id, "output_tokens": str(live.num_output_tokens)},
-    )
-
-
-def _ends_workers(request_id: str) -> StepwireError:
-    """What ends a request that was in flight, each time, when its worker broke, at last alone."""
-    return StepwireError(
-        "REQUEST_ENDS_WORKERS",
-        "the worker broke three times with this request in flight, the last time with no other one: it is not tried "
-        "again; the scheduler's log has the worker's cause",
-        {"request_id": request_id},
-    )
-
-
-def _end_error(event: EndEvent) -> StepwireError:
-    """Why a sequence, and with it its request, ended without its last token."""
-    request_id = event.sequence.request.request_id
-    metadata = {"request_id": request_id, "sequence_index": str(event.sequence.index)}
-    if event.finish_reason is FinishReason.DEADLINE:
-        return StepwireError("DEADLINE_EXCEEDED", "the deadline passed before the request was finished", metadata)
-    if event.finish_reason is FinishReason.ERROR:
-        text = f"sequence {event.sequence.index} failed on the worker: {event.message}"
-        return StepwireError("SEQUENCE_FAILED", text, metadata)
-    return StepwireError("CANCELLED", "the request was cancelled", metadata)
