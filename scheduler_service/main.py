@@ -199,6 +199,7 @@ class _Service:
             await self._engine.begin(
                 model, [replace(each, config=replace(each.config, num_blocks=num_blocks)) for each in assembled]
             )
+            self._supervision.serving()
         await self._health.update()
         if model.template is not None:
             await model.template.start()

@@ -34,6 +34,9 @@ class Supervision(Protocol):
     def place_of(self, worker: str) -> str:
         """The address at which the worker is now that the scheduler was told of by the address `worker`."""
 
+    def serving(self) -> None:
+        """Says, before any client can know, that requests are taken: now a worker that ends is to be replaced."""
+
 
 class Unsupervised:
     """Workers that somebody else looks after, such as Kubernetes: nothing is known of their ends."""
@@ -49,3 +52,6 @@ class Unsupervised:
     def place_of(self, worker: str) -> str:
         """Where it was said to be."""
         return worker
+
+    def serving(self) -> None:
+        """Nobody listens."""

@@ -52,6 +52,10 @@ class Supervised:
         with self._lock:
             return self._places.get(worker, worker)
 
+    def serving(self) -> None:
+        """See Supervision."""
+        self._line.say({"serving": True})
+
     def _hear(self, record: Record) -> None:
         """On the thread that reads the line."""
         if "worker" in record:

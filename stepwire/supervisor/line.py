@@ -2,7 +2,7 @@
 
 To a child: `go`, which a stand-by waits for; `ended`, which tells a scheduler how a worker's process ended; and
 `worker`, which tells it where one `is_at` that it knows by another address. To the supervisor: `replace`, by
-which a scheduler gives up a worker that does not answer.
+which a scheduler gives up a worker that does not answer, and `serving`, which it says before any client can know.
 """
 
 import contextlib

@@ -42,8 +42,8 @@ class Supervisor:
     async def run(self, until_ready: Callable[[], Awaitable[None]]) -> int:
         """Starts everything and returns the exit status when everything has ended.
 
-        `until_ready` runs beside the children; before it has returned, the end of one is the end of all. Afterwards
-        a child that ends is replaced.
+        `until_ready` runs beside the children; until it has returned, or the scheduler says that it serves, the end of
+        one is the end of all. Afterwards a child that ends is replaced.
         0: ended by a signal, and cleanly. 1: a child ended and was not to be replaced, or could not be ended cleanly.
         3, 4: the scheduler's own status, see there. 128 + n: a second signal n.
         """
@@ -110,7 +110,10 @@ class Supervisor:
                 scheduler.say({"worker": worker.spec.address, "is_at": worker.child.spec.address})
 
     def _on_record(self, record: Record) -> None:
-        """A scheduler asks for another worker in place of one that does not answer."""
+        """A scheduler serves, or asks for another worker in place of one that does not answer."""
+        if "serving" in record:
+            # Whoever asks over the network knows later than clients, whose requests must not be lost with a worker.
+            self._is_ready = True
         for keeper in self._workers:
             child = keeper.child
             if child is None or record.get("replace") != child.spec.address:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwire.client import AsyncClient, Client, ModelState, StepwireError
+from stepwire.client import AsyncClient, Client, ModelState
 from tests.support.stack import Server, processes_of, serve, tiny_limits
 from tests.support.streams import FollowedStream, Job, assert_whole, finished, undisturbed, until
 from tests.support.tiny_checkpoint import make_tiny_llama, tiny_tokenizer
@@ -231,18 +231,16 @@ def test_nothing_is_left_when_the_supervisor_is_killed_with_a_standby(model: Pat
         server.process.wait()
 
 
-@pytest.mark.xfail(strict=False, reason="once in three on a busy machine the drain ends before the worker is back")
-def test_a_drain_that_loses_its_worker_still_delivers(server: Server) -> None:
-    with Client(server.target) as client, client.generate("abc", max_tokens=600, ignore_eos=True) as stream:
-        next(stream)
-        server.send(signal.SIGTERM)
-        os.kill(server.pids["worker"], signal.SIGKILL)
-        try:
+def test_a_drain_that_loses_its_worker_still_delivers(model: Path, tmp_path: Path) -> None:
+    # What is waited for is the worker's successor, however slow the machine.
+    with serve(model, tmp_path, *limits(*SIM, "--shutdown-timeout=120")) as server:
+        with Client(server.target) as client, client.generate("abc", max_tokens=600, ignore_eos=True) as stream:
+            next(stream)
+            server.send(signal.SIGTERM)
+            os.kill(server.pids["worker"], signal.SIGKILL)
             tokens = [token for event in stream for token in getattr(event, "token_ids", ())]
-        except StepwireError as error:
-            raise AssertionError(server.output) from error
-    assert len(tokens) == 600
-    assert server.process.wait(30) == 0, server.output
+        assert len(tokens) == 600
+        assert server.process.wait(60) == 0, server.output
 
 
 async def test_a_restart_store_without_room_costs_a_read_and_no_request(model: Path, tmp_path: Path) -> None:

@@ -75,3 +75,9 @@ def test_another_worker_is_asked_for_by_address_and_process() -> None:
     line = Line()
     Supervised(line).replace("127.0.0.1:5", 77)  # type: ignore[arg-type]
     assert line.said == [{"replace": "127.0.0.1:5", "process_id": 77}]
+
+
+def test_that_requests_are_taken_is_said() -> None:
+    line = Line()
+    Supervised(line).serving()  # type: ignore[arg-type]
+    assert line.said == [{"serving": True}]

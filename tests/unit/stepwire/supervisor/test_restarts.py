@@ -63,8 +63,12 @@ class Elsewhere:
 class Stack:
     """A supervisor over scripts; `lines` is what it reports."""
 
-    def __init__(self, folder: Path, *, has_standby: bool = False, launcher: Elsewhere | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, has_standby: bool = False, is_seen: bool = True, launcher: Elsewhere | None = None
+    ) -> None:
+        """Unless `is_seen`, nobody sees it get ready."""
         self.folder = folder
+        self._is_seen = is_seen
         self.lines: list[str] = []
         self._is_ready = asyncio.Event()
         specs = [self._spec(name, has_standby=has_standby and name == "worker") for name in ("scheduler", "worker")]
@@ -77,8 +81,21 @@ class Stack:
         return ChildSpec(name, command, dict(os.environ), None, ADDRESS if name == "worker" else "", has_standby)
 
     async def _ready(self) -> None:
+        await self.begun()
+        if self._is_seen:
+            self._is_ready.set()
+        else:
+            await asyncio.Event().wait()
+
+    async def begun(self) -> None:
         await until(lambda: bool(self.pids("scheduler") and self.pids("worker")))
-        self._is_ready.set()
+
+    async def ask(self, text: str) -> None:
+        """Has the scheduler say this to the supervisor."""
+        new = self.folder / "scheduler.new"
+        new.write_text(text)
+        asked = new.rename(self.folder / "scheduler.ask")
+        await until(lambda: not asked.exists())
 
     async def ready(self) -> None:
         await self._is_ready.wait()
@@ -192,10 +209,7 @@ async def test_a_worker_that_the_scheduler_gives_up_is_killed_and_replaced(tmp_p
     (first,) = stack.pids("worker")
     os.kill(first, signal.SIGSTOP)
     for process_id, address in ((first + 1, ADDRESS), (first, "127.0.0.1:8"), (first, ADDRESS)):
-        ask = tmp_path / "scheduler.new"
-        ask.write_text(f'{{"replace": "{address}", "process_id": {process_id}}}')
-        ask.rename(tmp_path / "scheduler.ask")
-        await until(lambda: not (tmp_path / "scheduler.ask").exists())
+        await stack.ask(f'{{"replace": "{address}", "process_id": {process_id}}}')
     await until(lambda: len(stack.pids("worker")) == 2)
     assert stack.lines[0].startswith("worker did not answer and was killed")
     assert await stack.stop() == 0
@@ -220,6 +234,24 @@ async def test_a_scheduler_that_gave_up_ends_all_with_its_status(tmp_path: Path,
     (tmp_path / "scheduler.exit").write_text(str(status))
     assert await asyncio.wait_for(stack.run, 20) == status
     assert len(stack.pids("scheduler")) == 1
+
+
+async def test_a_worker_is_replaced_once_the_scheduler_says_that_it_serves(tmp_path: Path) -> None:
+    """Clients may be served before anybody else sees it."""
+    stack = Stack(tmp_path, is_seen=False)
+    await stack.begun()
+    await stack.ask('{"serving": true}')
+    os.kill(stack.pids("worker")[0], signal.SIGKILL)
+    await until(lambda: len(stack.pids("worker")) == 2)
+    assert await stack.stop() == 0
+
+
+async def test_a_worker_is_not_replaced_before(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, is_seen=False)
+    await stack.begun()
+    os.kill(stack.pids("worker")[0], signal.SIGKILL)
+    assert await asyncio.wait_for(stack.run, 20) == 1
+    assert len(stack.pids("worker")) == 1
 
 
 async def test_a_worker_is_replaced_also_while_the_scheduler_drains(tmp_path: Path) -> None:
