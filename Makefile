@@ -88,6 +88,7 @@ lock: $(VENV)/.python ## write requirements/ anew; UPGRADE=--upgrade for the new
 	@[[ -x $(BIN)/pip-compile ]] || $(BIN)/python -m pip install -qq pip-tools
 	$(LOCK) --annotation-style=line --extra dev -o requirements/lock.txt pyproject.toml requirements/torch.in
 	$(LOCK) --no-annotate -c requirements/lock.txt -o requirements/runtime.txt pyproject.toml requirements/torch.in
+	$(LOCK) --annotation-style=line -c requirements/lock.txt -o requirements/ray.txt requirements/ray.in
 
 .PHONY: clean
 clean: ## remove everything that was built here

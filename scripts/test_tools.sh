@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# The tools beyond Python that some tests need. `report` says which tests are skipped for want
+# The tools beyond Python and its locked packages that some tests need. `report` says which tests are skipped for want
 # of them; `install` installs them (system packages only as root).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 have_node_modules() { [[ -d tests/node/node_modules/@grpc/grpc-js && -d tests/node/node_modules/@grpc/proto-loader ]]; }
 have_chromium() { command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; }
+have_ray() { python -c "import ray" 2>/dev/null; }
 
 report() {
     local missing=0
@@ -20,6 +21,7 @@ report() {
     fi
     have_chromium || missing "pages in a browser (chromium is not installed)"
     command -v promtool >/dev/null || missing "Prometheus' own checks (promtool is not installed)"
+    have_ray || missing "workers on a Ray cluster (Ray is not installed)"
     if [[ $missing == 1 ]]; then echo "\`make test-full\` installs these tools and runs those tests"; fi
 }
 
@@ -27,6 +29,8 @@ install() {
     if command -v npm >/dev/null && ! have_node_modules; then
         npm --prefix tests/node ci --no-audit --no-fund || echo "npm could not install the Node client"
     fi
+    have_ray || python -m pip install -qq --disable-pip-version-check --no-deps --require-hashes -r requirements/ray.txt ||
+        echo "pip could not install Ray"
     local wanted=()
     have_chromium || wanted+=(chromium)
     command -v promtool >/dev/null || wanted+=(prometheus)

@@ -29,15 +29,15 @@ def normalised(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
-@pytest.mark.parametrize("name", ["lock.txt", "runtime.txt"])
-def test_every_locked_package_has_hashes(name: str) -> None:
+@pytest.mark.parametrize(("name", "least"), [("lock.txt", 30), ("runtime.txt", 30), ("ray.txt", 10)])
+def test_every_locked_package_has_hashes(name: str, least: int) -> None:
     entries = re.split(r"\n(?=[A-Za-z0-9])", read(f"requirements/{name}"))
-    assert len(entries) > 30
+    assert len(entries) > least
     for entry in entries:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry.splitlines()[0]
 
 
-@pytest.mark.parametrize("name", ["lock.txt", "runtime.txt", "torch.txt", "torch.in"])
+@pytest.mark.parametrize("name", ["lock.txt", "runtime.txt", "ray.txt", "ray.in", "torch.txt", "torch.in"])
 def test_no_lock_names_an_index_or_a_path(name: str) -> None:
     lines = [line for line in read(f"requirements/{name}").splitlines() if not line.startswith("#")]
     for line in lines:
@@ -46,6 +46,12 @@ def test_no_lock_names_an_index_or_a_path(name: str) -> None:
 
 def test_the_runtime_lock_is_a_part_of_the_lock() -> None:
     assert pins("runtime.txt").items() < pins("lock.txt").items()
+
+
+def test_ray_is_kept_out_of_the_lock_and_takes_what_is_there() -> None:
+    ray, lock = pins("ray.txt"), pins("lock.txt")
+    assert "ray" not in lock
+    assert {name: ray[name] for name in ray.keys() & lock.keys()}.items() <= lock.items()
 
 
 def test_every_declared_dependency_is_locked() -> None:
@@ -57,6 +63,7 @@ def test_every_declared_dependency_is_locked() -> None:
     assert names["runtime"] <= set(pins("runtime.txt"))
     assert names["dev"] <= set(pins("lock.txt"))
     assert names["worker"] == {"torch"}
+    assert names["ray"] <= set(pins("ray.txt"))
 
 
 def test_torch_is_pinned_by_version_alone() -> None:
