@@ -1,10 +1,13 @@
 """deploy/kubernetes holds together, and is what the published schemas of Kubernetes allow."""
 
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -14,6 +17,8 @@ from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.settings_groups import SCHEDULER, WORKER, SettingsGroup
 from stepwire.cli.settings_options import gather
 from stepwire.rpc.server import LIVE
+from tests.support.kustomize import build, generator, kustomization
+from tests.support.leader_worker_set import SCHEMA
 from worker_service.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
@@ -25,24 +30,10 @@ COMMANDS: Mapping[str, tuple[SettingsGroup, type[BaseModel]]] = {
 }
 
 
-def kustomization(folder: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    return loaded
-
-
-def manifests(folder: Path) -> list[dict[str, Any]]:
-    """All documents that a folder's kustomization names, those of the folders that it includes too."""
-    found: list[dict[str, Any]] = []
-    for name in kustomization(folder)["resources"]:
-        path = (folder / name).resolve()
-        found += manifests(path) if path.is_dir() else list(yaml.safe_load_all(path.read_text()))
-    return found
-
-
 def shared_settings(folder: Path) -> dict[str, str]:
     """What every container gets by its config map."""
-    (generator,) = kustomization(folder)["configMapGenerator"]
-    lines = [line for name in generator["envs"] for line in (folder / name).read_text().splitlines()]
+    place, generated = generator(folder)
+    lines = [line for name in generated["envs"] for line in (place / name).read_text().splitlines()]
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
@@ -57,7 +48,7 @@ def pods(folder: Path) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Name of the workload, pod template, its one container."""
     return [
         (document["metadata"]["name"], template, template["spec"]["containers"][0])
-        for document in manifests(folder)
+        for document in build(folder)
         for template in pod_templates(document)
     ]
 
@@ -79,10 +70,11 @@ def settings_of(folder: Path, container: dict[str, Any]) -> BaseModel:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_published_schemas_allow_every_document(folder: Path) -> None:
-    documents = manifests(folder)
+    documents = build(folder)
     assert documents
     for document in documents:
         if document["apiVersion"].startswith("leaderworkerset."):
+            jsonschema.validate(document, SCHEMA)
             for template in pod_templates(document):
                 pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]}
                 kubernetes_validate.validate(pod, "1.37", strict=True)
@@ -92,7 +84,7 @@ def test_the_published_schemas_allow_every_document(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_names_are_unique_and_selectors_find_pods(folder: Path) -> None:
-    documents = manifests(folder)
+    documents = build(folder)
     names = [(document["kind"], document["metadata"]["name"]) for document in documents]
     assert len(names) == len(set(names))
     labels = [template["metadata"]["labels"] for _, template, _ in pods(folder)]
@@ -161,8 +153,8 @@ def test_the_scheduler_names_workers_that_there_are(folder: Path) -> None:
         if isinstance(found := settings_of(folder, container), SchedulerSettings)
     )
     expected = []
-    services = {document["metadata"]["name"] for document in manifests(folder) if document["kind"] == "Service"}
-    for document in manifests(folder):
+    services = {document["metadata"]["name"] for document in build(folder) if document["kind"] == "Service"}
+    for document in build(folder):
         name = document["metadata"]["name"]
         if document["kind"] == "StatefulSet":
             assert document["spec"]["serviceName"] in services
@@ -170,10 +162,45 @@ def test_the_scheduler_names_workers_that_there_are(folder: Path) -> None:
                 f"{name}-{i}.{document['spec']['serviceName']}:50061" for i in range(document["spec"]["replicas"])
             ]
         elif document["kind"] == "LeaderWorkerSet":
-            # Its controller makes the Service, and names pods so: leader NAME-GROUP, the others NAME-GROUP-INDEX.
+            # Its controller names pods so: leader NAME-GROUP, the others NAME-GROUP-INDEX; all are in a headless
+            # Service of the set's name, which it makes only where there is none.
+            assert name in services
             size = document["spec"]["leaderWorkerTemplate"]["size"]
             expected += [f"{name}-0.{name}:50061", *(f"{name}-0-{i}.{name}:50061" for i in range(1, size))]
     assert scheduler.workers == expected
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_scheduler_has_as_many_workers_as_its_groups_have_ranks(folder: Path) -> None:
+    """SchedulerSettings refuse any other number; a set's size is that of a group."""
+    sizes = [
+        document["spec"]["leaderWorkerTemplate"]["size"]
+        for document in build(folder)
+        if document["kind"] == "LeaderWorkerSet"
+    ]
+    found = [settings_of(folder, container) for _, _, container in pods(folder)]
+    (scheduler,) = [settings for settings in found if isinstance(settings, SchedulerSettings)]
+    assert sizes in ([], [scheduler.tp * scheduler.pp])
+    if scheduler.tp * scheduler.pp > 1:
+        workers = [settings for settings in found if isinstance(settings, WorkerSettings)]
+        assert all(worker.collective_interface != "lo" for worker in workers)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_kustomize_makes_the_same_of_a_folder(folder: Path) -> None:
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True)
+    found = list(yaml.safe_load_all(done.stdout))
+    (settings,) = [document for document in found if document["kind"] == "ConfigMap"]
+    assert settings["data"] == shared_settings(folder)
+    version = kustomization(folder)["images"][0]["newTag"]
+    named = done.stdout.replace(settings["metadata"]["name"], "stepwire").replace(f"stepwire:{version}", "stepwire")
+    found = [document for document in yaml.safe_load_all(named) if document["kind"] != "ConfigMap"]
+    assert sorted(found, key=_name) == sorted(build(folder), key=_name)
+
+
+def _name(document: dict[str, Any]) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
 
 
 def test_the_image_is_the_release() -> None:
