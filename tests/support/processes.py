@@ -43,12 +43,20 @@ def run(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[s
 
 @contextmanager
 def running(
-    arguments: Sequence[str], log_path: Path, settings: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    log_path: Path,
+    settings: Mapping[str, str] | None = None,
+    *,
+    prefix: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that runs until it is left; its output goes to a file."""
+    """A command that runs until it is left; its output goes to a file. `prefix` is a command that becomes it."""
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            command(*arguments), env=environment(**(settings or {})), stdout=log, stderr=log, start_new_session=True
+            [*prefix, *command(*arguments)],
+            env=environment(**(settings or {})),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         yield process

@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -59,12 +59,18 @@ def write(
 
 
 @contextmanager
-def python_process(code: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """A process that runs `code`, has printed "ready", and reads a line before it ends; killed afterwards."""
+def python_process(
+    code: str, *arguments: str, prefix: Sequence[str] = (), stderr: IO[str] | None = None
+) -> Iterator["subprocess.Popen[str]"]:
+    """A process that runs `code`, has printed "ready", and reads a line before it ends; killed afterwards.
+
+    `prefix` is a command that becomes it.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
+        [*prefix, sys.executable, "-c", code, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         cwd=Path(__file__).parents[2],
     )

@@ -82,17 +82,17 @@ def is_idle(model: Model) -> bool:
 
 
 @contextmanager
-def serve(model: Path, folder: Path, *flags: str) -> Iterator[Server]:
+def serve(model: Path, folder: Path, *flags: str, prefix: Sequence[str] = ()) -> Iterator[Server]:
     """`stepwire serve` on a free port, ready; afterwards none of its processes may be left.
 
-    One CPU thread, since tests share their cores with the server.
+    One CPU thread, since tests share their cores with the server. `prefix` is a command that becomes it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port, log_path = free_port(), folder / "serve.log"
     arguments = ["serve", "--model", str(model), "--port", str(port), "--log-dir", str(folder), "--threads", "1"]
     # A process that stands by costs the imports of another: only tests of restarts pay for it.
     arguments += ["--no-standby"]
-    with marked() as mark, running([*arguments, *flags], log_path, {MARK_VARIABLE: mark}) as process:
+    with marked() as mark, running([*arguments, *flags], log_path, {MARK_VARIABLE: mark}, prefix=prefix) as process:
         worker_log_path = folder / f"worker-0.{port}.log"
         server = Server(process, f"127.0.0.1:{port}", log_path, mark, worker_log_path)
         wait_serving(server)

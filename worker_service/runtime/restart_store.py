@@ -1,5 +1,6 @@
 """The restart store as a worker uses it: whatever is wrong with it, the weights come from the checkpoint."""
 
+import errno
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -114,7 +115,11 @@ class RestartStore:
             say = _log.warning if self._is_set else _log.info
             say("weights_not_kept", reason=str(error))
         except (StoreRefused, StoreBusy, EntryDamaged, OSError, ValueError) as error:
-            _log.warning("restart_store_unusable", during=what, reason=str(error))
+            reason = str(error)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                reason = f"{self._path} is full ({error.strerror}): make room there, or set restart_store to another "
+                reason += 'folder on a tmpfs, or to "off"'
+            _log.warning("restart_store_unusable", during=what, reason=reason)
 
 
 def entry_key(
