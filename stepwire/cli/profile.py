@@ -62,7 +62,7 @@ def _part(row: ProfileRow) -> str:
 
 
 def _operator(row: ProfileRow) -> str:
-    """Layers of compiled kernels are one operator each; as an operator they are one."""
+    """What is left of layers beside their operators is one operator."""
     return "layer" if row.operator.startswith(_LAYER) else row.operator
 
 

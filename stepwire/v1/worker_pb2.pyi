@@ -1277,7 +1277,7 @@ class ProfileRow(_message.Message):
     part: _builtins.str
     """"layer N", "embed", "head", or "step" for what is in none of them."""
     operator: _builtins.str
-    """The operator; for compiled kernels the part itself."""
+    """The operator; the part itself for what is left of it beside its operators."""
     call_count: _builtins.int
     """Calls."""
     cpu_ns: _builtins.int

@@ -103,6 +103,9 @@ class Head(Structure):
     )
 
 
+# What a decoder's time goes to, in the order of SW_EMBED and those after it.
+OPERATORS = ("embed", "norms", "qkv", "write_kv", "attention", "o_proj", "gate_up", "down", "head")
+
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sw_pool_create": (c_void_p, (c_int32, c_int32, c_int32)),
     "sw_pool_destroy": (None, (c_void_p,)),
@@ -113,6 +116,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "sw_decoder_create": (c_void_p, (c_void_p, POINTER(Model))),
     "sw_decoder_destroy": (None, (c_void_p,)),
+    "sw_decoder_time": (None, (c_void_p, _Pointer)),
     "sw_forward": (c_bool, (c_void_p, POINTER(Batch), _Pointer, _Pointer, c_int32, c_int32, POINTER(Head))),
     "sw_attention_half": (c_bool, (c_void_p, POINTER(Batch), c_int32, _Pointer, _Pointer)),
     "sw_mlp_half": (c_bool, (c_void_p, POINTER(Batch), c_int32, _Pointer, _Pointer)),

@@ -8,7 +8,8 @@ import ctypes
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -183,6 +184,18 @@ class Decoder:
 
     def __del__(self) -> None:
         self.close()
+
+    @contextmanager
+    def timed(self) -> Iterator[dict[str, int]]:
+        """Takes the time of the calls within: nanoseconds by operator (`abi.OPERATORS`), there when the block ends."""
+        sums = np.zeros(len(abi.OPERATORS), np.int64)
+        found: dict[str, int] = {}
+        self._pool.library.sw_decoder_time(self._handle, sums.ctypes.data)
+        try:
+            yield found
+        finally:
+            self._pool.library.sw_decoder_time(self._handle, None)
+            found.update(zip(abi.OPERATORS, sums.tolist(), strict=True))
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids, int64 [num_tokens], of a vocabulary that holds them -> [num_tokens, hidden_size]."""

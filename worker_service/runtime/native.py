@@ -14,14 +14,13 @@ from worker_service.kernels.layout import LANES, KvLayout
 from worker_service.kernels.quantised_layout import QuantisedProduct
 from worker_service.kernels.spec import DecoderSpec, Product
 from worker_service.models.native import LAYOUT, decoder_spec, pack_adapter, pack_weights, part_of
-from worker_service.profiled import is_profiling, part
 from worker_service.runtime.adapters import PackedAdapter
 from worker_service.runtime.batch import StepBatch
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.executor import Executor
 from worker_service.runtime.group import RankGroup
 from worker_service.runtime.kv_cache import no_room_for_cache
-from worker_service.runtime.native_group import NativeGroupExecutor, batch_tables
+from worker_service.runtime.native_group import NativeGroupExecutor, batch_tables, run_layers, timed_part
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -142,25 +141,20 @@ class NativeExecutor:
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """See Executor."""
         tables = batch_tables(batch)
-        with part("embed"):
+        with timed_part(self._decoder, "embed"):
             hidden = self._decoder.embed(torch.from_numpy(batch.token_ids))
-        if is_profiling():
-            for number in range(self._num_layers):
-                with part(f"layer {number}"):
-                    self._decoder.run(hidden, tables, number, number + 1)
-        else:
-            self._decoder.run(hidden, tables)
+        run_layers(self._decoder, hidden, tables, self._num_layers)
         if len(batch.hidden_tokens) < len(hidden):
             hidden = hidden.index_select(0, torch.from_numpy(batch.hidden_tokens))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Executor."""
-        with part("head"):
+        with timed_part(self._decoder, "head"):
             return self._decoder.logits(hidden, torch.arange(len(hidden)))
 
     def greedy(self, hidden: torch.Tensor) -> tuple[IntArray, BoolArray]:
         """See Executor."""
-        with part("head"):
+        with timed_part(self._decoder, "head"):
             token_ids, finite = self._decoder.greedy(hidden, torch.arange(len(hidden)))
         return token_ids.numpy(), finite.numpy()

@@ -1,6 +1,7 @@
 """A rank's part of a decoder on the compiled kernels: whole layers of a stage, or halves of layers between sums."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from worker_service.kernels.adapters import AdapterRun, AdapterWeights
 from worker_service.kernels.layout import KvLayout
 from worker_service.kernels.spec import DecoderSpec
 from worker_service.models.native import NativePart
+from worker_service.profiled import is_profiling, note_operator, part
 from worker_service.runtime.batch import StepBatch
 from worker_service.runtime.group import RankGroup
 
@@ -30,6 +32,30 @@ def batch_tables(batch: StepBatch) -> native.BatchTables:
     return native.BatchTables(
         query_start, batch.computed.astype(np.int32), np.ascontiguousarray(batch.tables, np.int32), runs
     )
+
+
+def timed_part(decoder: native.Decoder, name: str) -> AbstractContextManager[object]:
+    """A part of a step, see `profiled.part`, with its operators by the kernels' own clock."""
+    return _timed_part(decoder, name) if is_profiling() else part(name)
+
+
+@contextmanager
+def _timed_part(decoder: native.Decoder, name: str) -> Iterator[None]:
+    with part(name), decoder.timed() as operators:
+        yield
+    for operator, nanoseconds in operators.items():
+        if nanoseconds:
+            note_operator(name, operator, nanoseconds)
+
+
+def run_layers(decoder: native.Decoder, hidden: torch.Tensor, tables: native.BatchTables, num_layers: int) -> None:
+    """All layers: in one call, or for a profile one after the other, which changes no result."""
+    if not is_profiling():
+        decoder.run(hidden, tables)
+        return
+    for number in range(num_layers):
+        with timed_part(decoder, f"layer {number}"):
+            decoder.run(hidden, tables, number, number + 1)
 
 
 class NativeGroupExecutor:
@@ -65,7 +91,7 @@ class NativeGroupExecutor:
         if self._is_split:
             self._run_halves(hidden, tables)
         else:
-            self._decoder.run(hidden, tables)
+            run_layers(self._decoder, hidden, tables, self._num_layers)
         if not place.is_last_stage:
             self.group.send_hidden(hidden)
         elif len(batch.hidden_tokens) < len(hidden):
@@ -74,7 +100,8 @@ class NativeGroupExecutor:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Executor."""
-        local = self._decoder.logits(hidden, torch.arange(len(hidden)))
+        with timed_part(self._decoder, "head"):
+            local = self._decoder.logits(hidden, torch.arange(len(hidden)))
         if not self._is_split:
             return local
         vocabulary = self._part.vocabulary
@@ -86,14 +113,20 @@ class NativeGroupExecutor:
     def greedy(self, hidden: torch.Tensor) -> tuple[IntArray, BoolArray]:
         """See Executor. Ranks exchange the likeliest of their own token ids, not all logits."""
         rows = torch.arange(len(hidden))
-        if not self._is_split:
-            token_ids, finite = self._decoder.greedy(hidden, rows)
-            return token_ids.numpy(), finite.numpy()
-        return self.group.likeliest(self._decoder.logits(hidden, rows), self._part.vocabulary.start)
+        with timed_part(self._decoder, "head"):
+            if not self._is_split:
+                token_ids, finite = self._decoder.greedy(hidden, rows)
+                return token_ids.numpy(), finite.numpy()
+            local = self._decoder.logits(hidden, rows)
+        return self.group.likeliest(local, self._part.vocabulary.start)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if not self._is_split:
-            return self._decoder.embed(token_ids)
+        with timed_part(self._decoder, "embed"):
+            if not self._is_split:
+                return self._decoder.embed(token_ids)
+            return self._embed_part(token_ids)
+
+    def _embed_part(self, token_ids: torch.Tensor) -> torch.Tensor:
         vocabulary = self._part.vocabulary
         local = token_ids - vocabulary.start
         elsewhere = (local < 0) | (local >= len(vocabulary))
@@ -103,7 +136,8 @@ class NativeGroupExecutor:
     def _run_halves(self, hidden: torch.Tensor, tables: native.BatchTables) -> None:
         decoder, all_reduce = self._decoder, self.group.all_reduce
         for layer in range(self._num_layers):
-            branch = all_reduce(decoder.attention_half(layer, hidden, tables))
-            decoder.add_branch(layer, "attention", hidden, branch)
-            branch = all_reduce(decoder.mlp_half(layer, hidden, tables))
-            decoder.add_branch(layer, "mlp", hidden, branch)
+            with timed_part(decoder, f"layer {layer}"):
+                branch = all_reduce(decoder.attention_half(layer, hidden, tables))
+                decoder.add_branch(layer, "attention", hidden, branch)
+                branch = all_reduce(decoder.mlp_half(layer, hidden, tables))
+                decoder.add_branch(layer, "mlp", hidden, branch)

@@ -4,6 +4,7 @@ import gzip
 import os
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ class StepProfiler:
         self._profile: Any = profile(activities=activities)
         self._profile.start()
         self._is_running = True
-        record_parts(record_function)
+        # Calls and nanoseconds of operators that torch does not see, by part and operator.
+        self._noted: dict[tuple[str, str], tuple[int, int]] = {}
+        record_parts(record_function, self._note)
 
     def step(self) -> AbstractContextManager[object]:
         """What is put around a step; the one after the last finds the profile stopped."""
@@ -51,7 +54,11 @@ class StepProfiler:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
             trace = gzip.compress(path.read_bytes(), 5)
-        return Profile(self._num_done, _rows(self._profile.events()), trace)
+        return Profile(self._num_done, _rows(self._profile.events(), self._noted), trace)
+
+    def _note(self, name: str, operator: str, nanoseconds: int) -> None:
+        num_calls, total_ns = self._noted.get((name, operator), (0, 0))
+        self._noted[name, operator] = (num_calls + 1, total_ns + nanoseconds)
 
     def _halt(self) -> None:
         if self._is_running:
@@ -60,8 +67,11 @@ class StepProfiler:
             self._profile.stop()
 
 
-def _rows(events: Any) -> tuple[ProfileRow, ...]:
-    """The time that each operator took itself, summed by the part that it ran in; the longest first."""
+def _rows(events: Any, noted: Mapping[tuple[str, str], tuple[int, int]]) -> tuple[ProfileRow, ...]:
+    """The time that each operator took itself, summed by the part that it ran in; the longest first.
+
+    What was noted of operators within a part is no time of its own of that part.
+    """
     counts: dict[tuple[str, str], int] = defaultdict(int)
     cpu_ns: dict[tuple[str, str], float] = defaultdict(float)
     device_ns: dict[tuple[str, str], float] = defaultdict(float)
@@ -73,6 +83,11 @@ def _rows(events: Any) -> tuple[ProfileRow, ...]:
         counts[key] += 1
         cpu_ns[key] += event.self_cpu_time_total * 1e3
         device_ns[key] += event.self_device_time_total * 1e3
+    for (place, operator), (num_calls, nanoseconds) in noted.items():
+        cpu_ns[place, place] = max(0.0, cpu_ns[place, place] - nanoseconds)
+        if operator != place:
+            counts[place, operator] += num_calls
+        cpu_ns[place, operator] += nanoseconds
     rows = [ProfileRow(*key, counts[key], round(cpu_ns[key]), round(device_ns[key])) for key in counts]
     return tuple(sorted(rows, key=lambda row: -max(row.cpu_ns, row.device_ns)))
 

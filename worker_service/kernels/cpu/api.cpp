@@ -64,6 +64,8 @@ void* sw_decoder_create(void* pool, const SwModel* model) {
 
 void sw_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); }
 
+void sw_decoder_time(void* decoder, int64_t* sums) { decoder_of(decoder).time(sums); }
+
 bool sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, void* hidden, int32_t first,
                 int32_t last, const SwHead* head) {
   return done([&] { decoder_of(decoder).forward(*batch, token_ids, hidden, first, last, head); });

@@ -11,6 +11,20 @@ extern "C" {
 enum { SW_ROUND_NOTHING, SW_ROUND_GROUPS };
 enum { SW_SCALES_F32, SW_SCALES_BF16, SW_SCALES_F16 };
 
+// What a decoder's time goes to; of attention, the writing of keys and values apart.
+enum {
+  SW_EMBED,
+  SW_NORMS,
+  SW_QKV,
+  SW_WRITE_KV,
+  SW_ATTENTION,
+  SW_O_PROJ,
+  SW_GATE_UP,
+  SW_DOWN,
+  SW_HEAD,
+  SW_NUM_OPERATORS
+};
+
 // A weight [out, depth] of few bits a value: scale * (word - zero). Its inputs stand in `order`, in groups of equal
 // size, and are filled up so that groups are whole spans, of which one after the other is computed.
 struct SwQuantised {
@@ -96,6 +110,9 @@ bool sw_quantised_linear(void* pool, int32_t is_bf16, const void* x, int64_t row
 
 void* sw_decoder_create(void* pool, const SwModel* model);
 void sw_decoder_destroy(void* decoder);
+
+// From now on each call adds the nanoseconds of its operators to sums[SW_NUM_OPERATORS]; null ends that.
+void sw_decoder_time(void* decoder, int64_t* sums);
 
 // Token ids, layers [first, last) and head in one call; ids, or the head, may be null to leave them out.
 bool sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, void* hidden, int32_t first,

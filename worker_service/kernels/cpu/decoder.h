@@ -4,6 +4,8 @@
 
 #include <optional>
 
+#include "best.h"
+#include "clock.h"
 #include "kinds.h"
 #include "lora.h"
 #include "plan.h"
@@ -44,7 +46,11 @@ class TypedDecoder final : public Decoder {
     adapters_.take(batch, model_.num_layers);
     if (head) best_.assign((size_t)pool_.size() * (head->token_ids ? head->num_rows : 0), Best{});
     pool_.run([&](Pool& pool, int thread) {
-      if (token_ids) embed(pool, thread, token_ids, batch.num_tokens, rows);
+      clock_.start(thread);
+      if (token_ids) {
+        embed(pool, thread, token_ids, batch.num_tokens, rows);
+        clock_.took(thread, SW_EMBED);
+      }
       for (int layer = first; layer < last; ++layer)
         for (const Chunk& chunk : chunks) {
           T* part = rows + (ptrdiff_t)chunk.first * model_.hidden_size;
@@ -59,6 +65,7 @@ class TypedDecoder final : public Decoder {
     const auto chunks = plan_chunks(batch, model_.block_size, heads_per_group_);
     adapters_.take(batch, model_.num_layers);
     pool_.run([&](Pool& pool, int thread) {
+      clock_.start(thread);
       for (const Chunk& chunk : chunks) {
         const ptrdiff_t offset = (ptrdiff_t)chunk.first * model_.hidden_size;
         T* rows = const_cast<T*>(static_cast<const T*>(hidden)) + offset;  // only read when there is a partial
@@ -75,6 +82,7 @@ class TypedDecoder final : public Decoder {
     }
     adapters_.take(batch, model_.num_layers);
     pool_.run([&](Pool& pool, int thread) {
+      clock_.start(thread);
       for (const Chunk& chunk : chunks) {
         const ptrdiff_t offset = (ptrdiff_t)chunk.first * model_.hidden_size;
         T* rows = const_cast<T*>(static_cast<const T*>(hidden)) + offset;
@@ -85,11 +93,14 @@ class TypedDecoder final : public Decoder {
 
   void add_branch(int layer, bool is_mlp, int num_tokens, void* hidden, const void* partial) override {
     const float* weight = is_mlp ? layers_[layer].post_mlp_norm : layers_[layer].post_attention_norm;
-    pool_.run([&](Pool& pool, int) {
-      join(pool, num_tokens, {static_cast<T*>(hidden), model_.hidden_size},
+    pool_.run([&](Pool& pool, int thread) {
+      clock_.start(thread);
+      join(pool, thread, num_tokens, {static_cast<T*>(hidden), model_.hidden_size},
            {static_cast<const T*>(partial), model_.hidden_size}, weight);
     });
   }
+
+  void time(int64_t* sums) override { clock_.set(sums); }
 
  private:
   using Delta = std::optional<ProductDelta<T>>;
@@ -104,13 +115,6 @@ class TypedDecoder final : public Decoder {
     Rows<const T> read() const { return {data, stride}; }
     const ptrdiff_t stride;
     T* const data;
-  };
-
-  // A thread's largest logit of a row so far, and a value that is not 0 once one was not finite.
-  struct Best {
-    float value = -INFINITY;
-    int32_t token_id = 0;
-    float infinite = 0;
   };
 
   void embed(Pool& pool, int thread, const int64_t* token_ids, int num_tokens, T* hidden) {
@@ -170,6 +174,7 @@ class TypedDecoder final : public Decoder {
                if (delta) delta->add_panel(row, panel, low, high);
                store_panel(qkv[row], panel, num_qkv_, low, high);
              });
+    clock_.took(thread, SW_QKV);
     const CacheShape shape{model_.num_layers, model_.num_kv_heads, model_.head_dim, model_.block_size};
     auto cache_of = [&](const Span& span, int head) {
       return HeadCache<T>(model_.cache, shape, number, head, batch.tables + span.sequence * batch.table_stride);
@@ -185,6 +190,7 @@ class TypedDecoder final : public Decoder {
         write_keys(layer, span, i % kv_heads, cache_of(span, i % kv_heads));
       }
     });
+    clock_.took(thread, SW_WRITE_KV);
     const AttentionRule rule{model_.num_heads, kv_heads, model_.head_dim, layer.window, model_.scale, model_.softcap};
     const int tasks = (int)chunk.queries.size() * kv_heads;
     auto attend_some = [&](int begin, int end) {
@@ -201,9 +207,10 @@ class TypedDecoder final : public Decoder {
       }
     };
     pool.split(tasks, attend_some, std::max(1, tasks / (8 * pool.size())));
+    clock_.took(thread, SW_ATTENTION);
     const Delta added =
         shrink(pool, chunk, number, kOutput, {model_.hidden_size / kLanes, 0, 0}, attended_.read(), num_attended_);
-    const Weight weight{layer.output, layer.quantised_output, layer.output_bias, num_attended_};
+    const Weight weight{layer.output, layer.quantised_output, layer.output_bias, num_attended_, SW_O_PROJ};
     project(pool, thread, attended_.read(), chunk.count, weight, added, layer.post_attention_norm, hidden, partial);
   }
 
@@ -227,8 +234,9 @@ class TypedDecoder final : public Decoder {
                }
                store(inner[row] + panel * kLanes, (model_.is_gelu ? gelu(gate) : silu(gate)) * up);
              });
+    clock_.took(thread, SW_GATE_UP);
     const Delta added = shrink(pool, chunk, number, kDown, {model_.hidden_size / kLanes, 0, 0}, inner_.read(), inner_size);
-    const Weight weight{layer.down, layer.quantised_down, layer.down_bias, inner_size};
+    const Weight weight{layer.down, layer.quantised_down, layer.down_bias, inner_size, SW_DOWN};
     project(pool, thread, inner_.read(), count, weight, added, layer.post_mlp_norm, hidden, partial);
   }
 
@@ -249,6 +257,7 @@ class TypedDecoder final : public Decoder {
       for (int i = begin; i < end; ++i) rms_norm(hidden + (ptrdiff_t)i * size, weight, size, model_.eps, to[i]);
     };
     own ? make(0, count) : pool.split(count, make);
+    clock_.took(thread, SW_NORMS);
     return {to.data, to.stride};
   }
 
@@ -256,7 +265,7 @@ class TypedDecoder final : public Decoder {
     const void* plain;
     const SwQuantised* quantised;
     const float* bias;
-    int depth;
+    int depth, op;
   };
 
   // The product that ends a branch.
@@ -273,14 +282,16 @@ class TypedDecoder final : public Decoder {
                add_panel(adds ? to[row] : nullptr, panel, size, low, high);
                store_panel(to[row], panel, size, low, high);
              });
-    if (!partial && post_norm) join(pool, count, {hidden, size}, branch_.read(), post_norm);
+    clock_.took(thread, weight.op);
+    if (!partial && post_norm) join(pool, thread, count, {hidden, size}, branch_.read(), post_norm);
   }
 
-  void join(Pool& pool, int count, Rows<T> hidden, Rows<const T> branch, const float* weight) {
+  void join(Pool& pool, int thread, int count, Rows<T> hidden, Rows<const T> branch, const float* weight) {
     pool.split(count, [&](int begin, int end) {
       for (int i = begin; i < end; ++i)
         stepwire::add_branch(hidden[i], branch[i], weight, model_.hidden_size, model_.eps);
     });
+    clock_.took(thread, SW_NORMS);
   }
 
   // Puts one head, normalised and rotated for its position, at `to`. `head` counts queries, then keys.
@@ -336,6 +347,7 @@ class TypedDecoder final : public Decoder {
         for (int i = begin; i < end; ++i)
           rms_norm(hidden + head.rows[first + i] * size, model_.final_norm, size, model_.eps, normed_.rows()[i]);
       });
+      clock_.took(thread, SW_NORMS);
       multiply(pool, thread, normed_.read(), count, model_.head, model_.quantised_head, size, panels(vocab),
                [&](int row, int panel, Floats low, Floats high) {
                  low = cap(low, model_.logit_softcap);
@@ -343,29 +355,10 @@ class TypedDecoder final : public Decoder {
                  if (head.logits) store_panel(head.logits + (first + row) * (int64_t)vocab, panel, vocab, low, high);
                  if (head.token_ids) find_best(best[first + row], panel * kPanel, vocab, low, high);
                });
+      clock_.took(thread, SW_HEAD);
     }
     if (!head.token_ids || thread != 0) return;
     for (int64_t row = 0; row < head.num_rows; ++row) merge_best(row, head);
-  }
-
-  // A thread's panels come in rising order, so that of equal logits the first one stays.
-  static void find_best(Best& best, int column, int vocab, Floats low, Floats high) {
-    if (column + kPanel > vocab) {
-      const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-      const float left = vocab - column;
-      low = lanes < left ? low : splat(-INFINITY);
-      high = lanes + (float)kLanes < left ? high : splat(-INFINITY);
-      // Columns that do not exist are no infinite logits.
-      best.infinite += sum_lanes(lanes < left ? low - low : Floats{}) +
-                       sum_lanes(lanes + (float)kLanes < left ? high - high : Floats{});
-    } else {
-      best.infinite += sum_lanes((low - low) + (high - high));
-    }
-    if (!(max_lanes(max(low, high)) > best.value)) return;
-    for (int i = 0; i < kPanel; ++i) {
-      const float value = i < kLanes ? low[i] : high[i - kLanes];
-      if (value > best.value) best = {value, column + i, best.infinite};
-    }
   }
 
   void merge_best(int64_t row, const SwHead& head) const {
@@ -390,6 +383,7 @@ class TypedDecoder final : public Decoder {
   std::vector<float> unpacked_;  // [threads, hidden_size], where the embedding is quantised
   std::vector<Best> best_;
   Adapters<T> adapters_;
+  OperatorClock clock_;
 };
 
 }  // namespace stepwire

@@ -14,6 +14,7 @@ class Decoder {
                        const SwHead* head) = 0;
   virtual void attention_half(const SwBatch& batch, int layer, const void* hidden, void* partial) = 0;
   virtual void mlp_half(const SwBatch& batch, int layer, const void* hidden, void* partial) = 0;
+  virtual void time(int64_t* sums) = 0;
   virtual void add_branch(int layer, bool is_mlp, int num_tokens, void* hidden, const void* partial) = 0;
 };
 

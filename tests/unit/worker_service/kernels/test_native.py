@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import resource
+import time
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,19 @@ def test_halves_make_up_a_layer(pool: Pool) -> None:
             halves.decoder.add_branch(layer, "attention", hidden, halves.decoder.attention_half(layer, hidden, batch))
             halves.decoder.add_branch(layer, "mlp", hidden, halves.decoder.mlp_half(layer, hidden, batch))
         torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_operators_are_timed_while_asked_for(pool: Pool) -> None:
+    server = Server(pool, PlainDecoder(SHAPES["gemma"]))
+    began = time.perf_counter_ns()
+    with server.decoder.timed() as operators:
+        server.step({"it": random_tokens(60)})
+    whole = time.perf_counter_ns() - began
+    assert tuple(operators) == abi.OPERATORS and all(operators.values())
+    assert sum(operators.values()) <= whole
+    timed = dict(operators)
+    server.step({"it": random_tokens(1)})
+    assert operators == timed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

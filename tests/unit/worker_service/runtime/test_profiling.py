@@ -75,6 +75,20 @@ def test_it_shows_steps_layers_and_head_and_changes_no_token(runtime: WorkerRunt
     assert not is_profiling()
 
 
+@pytest.mark.parametrize("runtime", ["compiled kernels"], indirect=True)
+def test_it_shows_the_operators_of_compiled_layers(runtime: WorkerRuntime) -> None:
+    runtime.start_profile(100)
+    tokens(runtime, 1, 4)
+    profile = runtime.stop_profile()
+    layer = {row.operator: row for row in profile.rows if row.part == "layer 1"}
+    rest = layer.pop("layer 1")
+    assert layer.keys() == {"norms", "qkv", "write_kv", "attention", "o_proj", "gate_up", "down"}
+    assert all(row.num_calls == 4 and row.cpu_ns > 0 for row in layer.values())
+    whole_ns = sum(event["dur"] for event in events_of(profile) if event.get("name") == "layer 1") * 1e3
+    assert rest.cpu_ns + sum(row.cpu_ns for row in layer.values()) == pytest.approx(whole_ns, rel=0.01, abs=1e4)
+    assert {row.operator for row in profile.rows if row.part == "head"} >= {"norms", "head"}
+
+
 def test_it_ends_by_itself_after_its_steps(runtime: WorkerRuntime) -> None:
     runtime.start_profile(2)
     tokens(runtime, 1, 4)
