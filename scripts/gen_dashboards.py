@@ -47,6 +47,11 @@ def mean(metric: str, by: str) -> list[tuple[str, str]]:
     return [(f"{{{{{by}}}}}", f"{total} / {count}")]
 
 
+def mean_of(metric: str, legend: str) -> list[tuple[str, str]]:
+    """The mean of a histogram."""
+    return [(legend, f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}")]
+
+
 SERVICE = [
     Panel("Serving", [("{{instance}}", "stepwire_ready")], kind="stat", text="1 while requests are taken."),
     Panel(
@@ -75,7 +80,31 @@ SERVICE = [
         stacked=True,
     ),
     Panel("Sequences", [("{{state}}", "sum by (state) (stepwire_sequences)")], stacked=True),
+    Panel(
+        "Tokens in the queue",
+        [("waiting", "sum(stepwire_queued_tokens)")],
+        text="Of prompts, and of what was preempted: divided by the tokens of a second, how long the last one waits.",
+    ),
     Panel("Time in the queue", quantiles("stepwire_request_queue_seconds"), "s"),
+    Panel(
+        "Mean time in the queue, by tenant",
+        mean("stepwire_request_queue_seconds", "tenant"),
+        "s",
+        "Tenants share by their weights: one that waits longer than others asks for more than its share.",
+    ),
+    Panel(
+        "Time before the queue",
+        quantiles("stepwire_request_admission_seconds"),
+        "s",
+        "Chat template, tokenizer and grammar.",
+    ),
+    Panel(
+        "Deadlines a second",
+        [("{{outcome}}", rate("stepwire_deadlines_total", "outcome"))],
+        "reqps",
+        "Of requests that had one.",
+        stacked=True,
+    ),
     Panel(
         "Deadlines that could not be met, a second",
         [("ended early", rate("stepwire_deadlines_not_meetable_total"))],
@@ -105,6 +134,20 @@ REQUEST = [
         stacked=True,
         text="device_wait: a step waits for the one before it, as it should. rpc: the way between the processes.",
     ),
+    Panel(
+        "What comes before the first step, mean",
+        [
+            *mean_of("stepwire_request_admission_seconds", "template, tokenizer, grammar"),
+            *mean_of("stepwire_request_queue_seconds", "until the first step"),
+        ],
+        "s",
+    ),
+    Panel("Time per output token", quantiles("gen_ai_server_time_per_output_token_seconds"), "s"),
+    Panel(
+        "Speculation: share of drafts that were right",
+        [("right", f"{rate('stepwire_draft_tokens_accepted_total')} / {rate('stepwire_draft_tokens_total')}")],
+        "percentunit",
+    ),
     Panel("Traces", [("", "stepwire-scheduler")], kind="traces", text="Open one to see its queue, prefill and decode."),
 ]
 
@@ -116,6 +159,24 @@ WORKERS = [
         [("{{state}}", "sum by (state) (stepwire_kv_blocks)")],
         stacked=True,
         text="cached: free, and their content is still found by the prefix cache.",
+    ),
+    Panel(
+        "KV blocks: share of their places that is empty",
+        [("empty", "sum(stepwire_kv_slots{state='empty'}) / sum(stepwire_kv_slots)")],
+        "percentunit",
+        "Of the blocks that sequences hold: the price of whole blocks.",
+    ),
+    Panel(
+        "Allocator of the device: share that is not in use",
+        [
+            (
+                "{{instance}}",
+                "1 - stepwire_worker_allocator_bytes{state='used'} / ignoring (state) "
+                "stepwire_worker_allocator_bytes{state='reserved'}",
+            )
+        ],
+        "percentunit",
+        "Taken from the system, and cached or lying in pieces between what is used.",
     ),
     Panel(
         "Prefix cache: share of tokens found",
@@ -130,6 +191,17 @@ WORKERS = [
     Panel("Steps a second", [("steps", rate("stepwire_steps_total"))]),
     Panel("Step time", quantiles("stepwire_step_seconds"), "s"),
     Panel("Parts of a step in the worker", mean("stepwire_worker_step_part_seconds", "part"), "s", stacked=True),
+    Panel(
+        "In collectives, share of the time",
+        [("{{instance}}", "rate(stepwire_worker_collective_seconds_total[$__rate_interval])")],
+        "percentunit",
+        "Waiting for the other ranks of a group included.",
+    ),
+    Panel(
+        "Bytes put into collectives, a second",
+        [("{{instance}}", "rate(stepwire_worker_collective_bytes_total[$__rate_interval])")],
+        "Bps",
+    ),
     Panel("Tokens in a step", quantiles("stepwire_step_tokens")),
     Panel("Sequences in a step", quantiles("stepwire_step_sequences")),
     Panel("Steps in flight", [("{{instance}}", "stepwire_steps_in_flight")]),
@@ -145,6 +217,15 @@ WORKERS = [
 ]
 
 RECOVERY = [
+    Panel("Epoch of the last group that began", [("{{instance}}", "stepwire_epoch")], kind="stat"),
+    Panel(
+        "Workers lost a minute, by how",
+        [("{{cause}}", "sum by (cause) (rate(stepwire_epoch_ends_total[$__rate_interval])) * 60")],
+        text="exit: its connection broke. silent: it was not heard of. hung: a step took too long.",
+    ),
+    Panel(
+        "Time to recover", quantiles("stepwire_recovery_seconds"), "s", "From the loss of a worker to the next epoch."
+    ),
     Panel("Phase of each worker", [("{{phase}} {{instance}}", "stepwire_worker_phase == 1")]),
     Panel(
         "Epoch of each worker", [("{{instance}}", "stepwire_worker_epoch")], text="Grows with every start and recovery."
@@ -152,6 +233,13 @@ RECOVERY = [
     Panel("Rank of each worker", [("{{instance}}", "stepwire_worker_rank")]),
     Panel("Sequences known to each worker", [("{{instance}}", "stepwire_worker_sequences")]),
     Panel("How long the last load took", [("{{instance}}", "stepwire_worker_load_seconds")], "s"),
+    Panel(
+        "What the last load's time went to",
+        [("{{phase}} {{instance}}", "stepwire_worker_load_phase_seconds")],
+        "s",
+        "map: from the restart store. read: from files. pack: into the layout of the device.",
+        stacked=True,
+    ),
     Panel("Reachable", [("{{job}} {{instance}}", "up")]),
 ]
 

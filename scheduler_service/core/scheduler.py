@@ -82,6 +82,15 @@ class Scheduler:
         return self._blocks.num_cached
 
     @property
+    def num_slots(self) -> tuple[int, int]:
+        """Places for tokens in the blocks that sequences hold: those that a token has taken, and all of them; the rest
+        is lost to whole blocks. May be read from any thread."""
+        running = list(self._roster.running)
+        return sum(each.computed for each in running), sum(
+            len(each.block_ids) for each in running
+        ) * self.config.block_size
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing lives, nothing is in flight, and the workers have been told so."""
         return self._roster.is_quiet and not self._live

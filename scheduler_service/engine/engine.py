@@ -321,6 +321,7 @@ class Engine:
             self._require_open()
         replica.loop.submit(live)
         trace.accepted(request, replica.tracing)
+        self._metrics.request_admitted(live)
         return live, checked.sampling.seed
 
     # Refusals.

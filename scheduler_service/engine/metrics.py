@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector
 
 from scheduler_service.core.plan import StepPlan
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.engine.causes import EpochEnd
+from scheduler_service.core.stats import SchedulerStats
+from scheduler_service.engine.causes import EpochEnd, Kind
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.ports import StepTimings
 from scheduler_service.engine.recovery import Epoch
@@ -30,6 +31,25 @@ from stepwire.telemetry.metrics import (
 )
 
 _OTHER_TENANTS = "other"
+
+# What is read of each replica's core, and summed.
+_GAUGES: Sequence[tuple[str, str, Callable[[Scheduler], int]]] = (
+    (names.METRIC_STEPS_IN_FLIGHT, "Steps sent and not answered.", lambda core: core.num_in_flight),
+    (names.METRIC_QUEUED_TOKENS, "Tokens of the sequences that wait.", lambda core: core.num_queued_tokens),
+)
+_COUNTERS: Sequence[tuple[str, str, Callable[[SchedulerStats], int]]] = (
+    (names.METRIC_STEPS, "Steps that were answered.", lambda stats: stats.num_steps),
+    (names.METRIC_PREEMPTIONS, "Preemptions.", lambda stats: stats.num_preemptions),
+    (
+        names.METRIC_HOPELESS,
+        "Requests ended early: their deadline could not be met.",
+        lambda stats: stats.num_hopeless,
+    ),
+    (names.METRIC_PREFIX_QUERIES, "Tokens looked up in the prefix cache.", lambda stats: stats.prefix_query_tokens),
+    (names.METRIC_PREFIX_HITS, "Tokens found in the prefix cache.", lambda stats: stats.prefix_hit_tokens),
+    (names.METRIC_DRAFT_TOKENS, "Tokens that were drafted and verified.", lambda stats: stats.num_draft_tokens),
+    (names.METRIC_ACCEPTED_TOKENS, "Draft tokens that were right.", lambda stats: stats.num_accepted_tokens),
+)
 
 
 class EngineMetrics:
@@ -52,6 +72,10 @@ class EngineMetrics:
         self._epoch_ended_at: float | None = None
         metrics.registry.register(_CoreCollector(schedulers, is_healthy))
 
+    def request_admitted(self, live: LiveRequest) -> None:
+        """Measures what came before a request had its place in the queue."""
+        self._admission_time.observe(time.monotonic() - live.arrival, exemplar(live.request.trace))
+
     def request_ended(
         self, operation: str, arrival: float, live: LiveRequest | None, error: StepwireError | None
     ) -> None:
@@ -73,7 +97,9 @@ class EngineMetrics:
         self._output_tokens.labels(tenant=tenant).inc(num_output)
         self._prompt_lengths.observe(num_prompt)
         self._output_lengths.observe(num_output)
-        self._queue_time.observe(live.queue_s, trace)
+        self._queue_time.labels(tenant=tenant).observe(live.queue_s, trace)
+        if live.request.deadline is not None and reason in ("", "DEADLINE_EXCEEDED"):
+            self._deadlines.labels(outcome="missed" if reason else "met").inc()
         if live.first_token_at is None:
             return
         self._first_token.labels(**labels).observe(live.first_token_at - live.arrival, trace)
@@ -133,9 +159,16 @@ class EngineMetrics:
             buckets=TOKEN_BUCKETS,
             registry=registry,
         )
+        self._admission_time = Histogram(
+            names.METRIC_ADMISSION_TIME,
+            "From the arrival of a request to its place in the queue: template, tokenizer, grammar.",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=registry,
+        )
         self._queue_time = Histogram(
             names.METRIC_QUEUE_TIME,
             "From the arrival of a request to the first step with it.",
+            ("tenant",),
             buckets=FIRST_TOKEN_BUCKETS,
             registry=registry,
         )
@@ -147,6 +180,9 @@ class EngineMetrics:
         )
         self._refused = Counter(
             names.METRIC_REQUESTS_REFUSED, "Requests that were refused, by reason.", ("reason",), registry=registry
+        )
+        self._deadlines = Counter(
+            names.METRIC_DEADLINES, "Requests with a deadline, by whether they met it.", ("outcome",), registry=registry
         )
         self._prompt_tokens = Counter(
             names.METRIC_PROMPT_TOKENS, "Prompt tokens of ended requests.", ("tenant",), registry=registry
@@ -167,6 +203,9 @@ class EngineMetrics:
         self._epoch_ends = Counter(
             names.METRIC_EPOCH_ENDS, "Epochs that ended, by how a worker was lost.", ("cause",), registry=registry
         )
+        for kind in Kind:
+            # A rate is seen from the first one on only if there was a 0 before it.
+            self._epoch_ends.labels(cause=kind.name.lower())
         self._recovery_time = Histogram(
             names.METRIC_RECOVERY_TIME,
             "From the end of an epoch to the beginning of the next.",
@@ -225,36 +264,14 @@ class _CoreCollector(Collector):
         blocks.add_metric(("cached",), num_cached)
         blocks.add_metric(("free",), num_free - num_cached)
         yield blocks
-        num_in_flight = sum(core.num_in_flight for core in cores)
-        yield GaugeMetricFamily(names.METRIC_STEPS_IN_FLIGHT, "Steps sent and not answered.", num_in_flight)
-        all_stats = [core.stats for core in cores]
-        for name, text, value in (
-            (names.METRIC_STEPS, "Steps that were answered.", sum(stats.num_steps for stats in all_stats)),
-            (names.METRIC_PREEMPTIONS, "Preemptions.", sum(stats.num_preemptions for stats in all_stats)),
-            (
-                names.METRIC_HOPELESS,
-                "Requests ended early: their deadline could not be met.",
-                sum(stats.num_hopeless for stats in all_stats),
-            ),
-            (
-                names.METRIC_PREFIX_QUERIES,
-                "Tokens looked up in the prefix cache.",
-                sum(stats.prefix_query_tokens for stats in all_stats),
-            ),
-            (
-                names.METRIC_PREFIX_HITS,
-                "Tokens found in the prefix cache.",
-                sum(stats.prefix_hit_tokens for stats in all_stats),
-            ),
-            (
-                names.METRIC_DRAFT_TOKENS,
-                "Tokens that were drafted and verified.",
-                sum(stats.num_draft_tokens for stats in all_stats),
-            ),
-            (
-                names.METRIC_ACCEPTED_TOKENS,
-                "Draft tokens that were right.",
-                sum(stats.num_accepted_tokens for stats in all_stats),
-            ),
-        ):
-            yield CounterMetricFamily(name.removesuffix("_total"), text, value)
+        slots = GaugeMetricFamily(
+            names.METRIC_SLOTS, "Places for tokens in the blocks that sequences hold, by state.", labels=("state",)
+        )
+        num_taken, num_slots = map(sum, zip(*(core.num_slots for core in cores), strict=True))
+        slots.add_metric(("taken",), num_taken)
+        slots.add_metric(("empty",), max(0, num_slots - num_taken))
+        yield slots
+        for name, text, gauge in _GAUGES:
+            yield GaugeMetricFamily(name, text, sum(map(gauge, cores)))
+        for name, text, counter in _COUNTERS:
+            yield CounterMetricFamily(name.removesuffix("_total"), text, sum(counter(core.stats) for core in cores))

@@ -61,9 +61,31 @@ async def test_requests_steps_and_blocks_are_counted() -> None:
     assert value(samples, f"{names.METRIC_STEP_TIME}_count") == num_steps >= 8
     parts = {sample.labels["part"] for sample in samples[f"{names.METRIC_STEP_PARTS}_sum"]}
     assert parts == {"device_wait", "prepare", "forward", "sample", "rpc"}
+    assert value(samples, f"{names.METRIC_ADMISSION_TIME}_count") == 2
+    assert value(samples, f"{names.METRIC_QUEUE_TIME}_count", tenant="gold") == 1
+    assert value(samples, names.METRIC_QUEUED_TOKENS) == 0
+    assert value(samples, names.METRIC_DEADLINES, outcome="met") == 2
     blocks = sum(sample.value for sample in samples[names.METRIC_BLOCKS])
     assert blocks == scheduler.engine.model_info().num_blocks
     assert value(samples, names.METRIC_READY) == 1
+
+
+async def test_what_whole_blocks_cost_and_what_waits_is_told_while_requests_run() -> None:
+    async with running_scheduler() as scheduler:
+        scheduler.worker.gate.clear()
+        calls = []
+        for length in (20, 300):
+            ids = pb.TokenIds(ids=list(range(10, 10 + length)))
+            calls.append(scheduler.stub.Generate(pb.GenerateRequest(token_ids=ids), timeout=10))
+            assert (await calls[-1].read()).HasField("started")
+        await until(lambda: scheduler.engine.model_info().num_running == 1)
+        samples = await scrape(scheduler)
+        for call in calls:
+            call.cancel()
+        scheduler.worker.gate.set()
+    taken, empty = (value(samples, names.METRIC_SLOTS, state=state) for state in ("taken", "empty"))
+    assert (taken + empty) % 16 == 0 and taken >= 20 and empty > 0
+    assert value(samples, names.METRIC_QUEUED_TOKENS) == 300
 
 
 async def test_a_cancelled_request_is_counted_by_its_reason() -> None:

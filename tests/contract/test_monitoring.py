@@ -17,6 +17,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stepwire.supervisor.ports import free_port
+from stepwire.telemetry import names
 from stepwire.telemetry.metrics import Metrics
 from stepwire.v1 import inference_pb2 as pb
 from tests.support.scheduler_server import running_scheduler
@@ -61,18 +62,24 @@ async def test_every_metric_that_is_asked_for_is_exported_with_its_labels() -> N
         await worker.walk_to_ready()
         stream = await worker.open_stream()
         await stream.execute(first_step(1, new_sequence(1, [5, 6])))
-        names = exported(scheduler.metrics)
+        found = exported(scheduler.metrics)
         for name, labels in exported(worker.worker.metrics).items():
-            names.setdefault(name, set()).update(labels)
+            found.setdefault(name, set()).update(labels)
     asked = list(queries())
     assert len(asked) > 40
     for where, expression in asked:
         wanted = set(NAME.findall(expression))
         assert wanted or expression.startswith("up"), where
-        assert wanted <= names.keys(), f"{where} asks for {wanted - names.keys()}"
-        known = {"instance", "job", "le"}.union(*(names[name] for name in wanted))
+        assert wanted <= found.keys(), f"{where} asks for {wanted - found.keys()}"
+        known = {"instance", "job", "le"}.union(*(found[name] for name in wanted))
         for group in re.findall(r"by \(([^)]*)\)", expression):
             assert {label.strip() for label in group.split(",")} <= known, f"{where}: {group}"
+
+
+def test_every_metric_of_ours_is_asked_for() -> None:
+    asked = " ".join(expression for _, expression in queries())
+    ours = {value for name, value in vars(names).items() if name.startswith("METRIC_")}
+    assert not {name for name in ours if not re.search(rf"\b{name}(?:_bucket|_sum|_count)?\b", asked)}
 
 
 def test_every_alert_says_what_to_do() -> None:

@@ -37,5 +37,10 @@ async def test_phase_memory_and_steps_are_told() -> None:
     assert after[(names.METRIC_WORKER_MEMORY, "weights")] > 0
     assert after[(names.METRIC_WORKER_MEMORY, "kv_cache")] > 0
     assert after[(names.METRIC_WORKER_SEQUENCES, "")] == 1
+    assert after[(names.METRIC_WORKER_ALLOCATOR, "reserved")] == 400
+    assert after[(names.METRIC_WORKER_ALLOCATOR, "used")] == 300
+    phases = {phase: value for (name, phase), value in after.items() if name == names.METRIC_WORKER_LOAD_PHASES}
+    assert phases == {"map": 0.003, "read": 0.004}
+    assert after[(names.METRIC_WORKER_LOAD_TIME, "")] == 0.007
     for part in ("device_wait", "prepare", "forward", "sample"):
         assert after[(f"{names.METRIC_WORKER_STEP_PARTS}_count", part)] == 1

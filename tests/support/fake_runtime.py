@@ -12,6 +12,7 @@ from loader.errors import LoadCancelled
 from worker_service.runtime.adapters import AdapterTable, HostAdapter, PackedAdapter
 from worker_service.runtime.grammars import Preparation
 from worker_service.runtime.report import (
+    AllocatorReport,
     CollectiveCost,
     DeviceInfo,
     LoadPhase,
@@ -85,6 +86,7 @@ class FakeRuntime:
     num_left: int = 0
     others_are_warm: bool = True
     collective_cost: CollectiveCost = field(default_factory=CollectiveCost)
+    allocator: AllocatorReport = field(default_factory=lambda: AllocatorReport(400, 300))
     profiled: int = 0
     slept: list[SleepLevel] = field(default_factory=list)
 

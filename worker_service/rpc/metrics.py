@@ -10,7 +10,7 @@ from stepwire.telemetry import names
 from stepwire.telemetry.metrics import STEP_BUCKETS, Metrics
 from worker_service.rpc.ports import Runtime
 from worker_service.rpc.state import WorkerState
-from worker_service.runtime.report import CollectiveCost, Phase
+from worker_service.runtime.report import AllocatorReport, CollectiveCost, LoadSummary, Phase
 from worker_service.runtime.step import StepOutput
 
 
@@ -75,6 +75,28 @@ class _StateCollector(Collector):
         memory.add_metric(("activations",), 0 if measured is None else measured.report.activation_bytes)
         memory.add_metric(("limit",), 0 if measured is None else measured.report.limit_bytes)
         yield memory
+        allocator = GaugeMetricFamily(
+            names.METRIC_WORKER_ALLOCATOR,
+            "Bytes that the device's allocator has taken from the system, and those of them that are in use.",
+            labels=("state",),
+        )
+        report = AllocatorReport() if runtime is None else runtime.allocator
+        allocator.add_metric(("reserved",), report.reserved_bytes)
+        allocator.add_metric(("used",), report.used_bytes)
+        yield allocator
         if loaded is not None:
-            seconds = loaded.summary.duration_ns / 1e9
-            yield GaugeMetricFamily(names.METRIC_WORKER_LOAD_TIME, "How long the last load took, in seconds.", seconds)
+            yield from _load_times(loaded.summary)
+
+
+def _load_times(summary: LoadSummary) -> Iterator[Metric]:
+    seconds = summary.duration_ns / 1e9
+    yield GaugeMetricFamily(names.METRIC_WORKER_LOAD_TIME, "How long the last load took, in seconds.", seconds)
+    of_phases: dict[str, float] = {}
+    for phase in summary.phases:
+        of_phases[phase.name] = of_phases.get(phase.name, 0.0) + phase.duration_ns / 1e9
+    phases = GaugeMetricFamily(
+        names.METRIC_WORKER_LOAD_PHASES, "What the time of the last load went to, in seconds.", labels=("phase",)
+    )
+    for name, phase_s in of_phases.items():
+        phases.add_metric((name,), phase_s)
+    yield phases

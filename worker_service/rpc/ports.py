@@ -8,6 +8,7 @@ from loader.shares import RankPlace
 from worker_service.runtime.adapters import AdapterTable, HostAdapter
 from worker_service.runtime.grammars import Preparation
 from worker_service.runtime.report import (
+    AllocatorReport,
     CollectiveCost,
     DeviceInfo,
     LoadSummary,
@@ -120,6 +121,11 @@ class Runtime(Protocol):
     @property
     def collective_cost(self) -> CollectiveCost:
         """What collectives have cost so far. May be read from any thread."""
+        ...
+
+    @property
+    def allocator(self) -> AllocatorReport:
+        """What the device's allocator has taken. May be read from any thread."""
         ...
 
     @property

@@ -22,6 +22,15 @@ class Meeting:
     address: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class AllocatorReport:
+    """Bytes that an allocator has taken from the system, and those of them that are in use: the rest is cached, or
+    lies in pieces between what is used. Both 0 where nothing tells."""
+
+    reserved_bytes: int = 0
+    used_bytes: int = 0
+
+
 @dataclass(slots=True)
 class CollectiveCost:
     """What a rank has put into collectives, and how long it was in them, waiting for others included."""

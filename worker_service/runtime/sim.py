@@ -28,6 +28,7 @@ from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.grammars import Preparation
 from worker_service.runtime.report import (
+    AllocatorReport,
     CollectiveCost,
     DeviceInfo,
     LoadSummary,
@@ -122,6 +123,11 @@ class SimRuntime:
     def collective_cost(self) -> CollectiveCost:
         """None."""
         return CollectiveCost()
+
+    @property
+    def allocator(self) -> AllocatorReport:
+        """Nothing: it allocates none."""
+        return AllocatorReport()
 
     def leave_group(self) -> None:
         """Nothing connects the ranks."""

@@ -13,6 +13,7 @@ from loader.quantised.roundings import Rounding
 from loader.shares import RankPlace
 from worker_service.kernels.native import Pool
 from worker_service.models.native import computes
+from worker_service.runtime.allocator import allocator_report
 from worker_service.runtime.device import choose_dtype, choose_rounding, device_name, open_device, usable_cores
 from worker_service.runtime.dummy import decode_step, largest_lengths, num_blocks_of, prefill_step
 from worker_service.runtime.engine import Engine, TorchEngine
@@ -35,6 +36,7 @@ from worker_service.runtime.native import NativeEngine, native_pool
 from worker_service.runtime.preload import check_before_load
 from worker_service.runtime.profiling import StepProfiler
 from worker_service.runtime.report import (
+    AllocatorReport,
     CollectiveCost,
     DeviceInfo,
     LoadSummary,
@@ -140,6 +142,11 @@ class WorkerRuntime:
     def collective_cost(self) -> CollectiveCost:
         """What collectives have cost so far. May be read from any thread."""
         return self.group.cost
+
+    @property
+    def allocator(self) -> AllocatorReport:
+        """What the device's allocator has taken. May be read from any thread."""
+        return allocator_report(self._device)
 
     def leave_group(self) -> None:
         """Ends what connects this rank with others: those that wait for it fail at once."""
