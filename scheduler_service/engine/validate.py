@@ -31,6 +31,8 @@ MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
 # At lower temperatures the draw is that of the most likely token, and the division could overflow.
 LEAST_TEMPERATURE = 1e-4
+# Beyond these a logit that is divided, or multiplied, could overflow.
+REPETITION_PENALTIES = (0.001, 100.0)
 _BYTES_PER_TOKEN = 32
 _LEAST_PROMPT_LIMIT = 1 << 20
 # Drawn seeds survive a client that keeps numbers as doubles.
@@ -148,9 +150,7 @@ class Validator:
             top_k=top_k if top_k < self._vocab_size else 0,
             top_p=_float("top_p", given.top_p, 1.0, (0.0, 1.0), above_low=True),
             min_p=_float("min_p", given.min_p, 0.0, (0.0, 1.0)),
-            repetition_penalty=_float(
-                "repetition_penalty", given.repetition_penalty, 1.0, (0.0, 100.0), above_low=True
-            ),
+            repetition_penalty=_float("repetition_penalty", given.repetition_penalty, 1.0, REPETITION_PENALTIES),
             presence_penalty=_float("presence_penalty", given.presence_penalty, 0.0, (-2.0, 2.0)),
             frequency_penalty=_float("frequency_penalty", given.frequency_penalty, 0.0, (-2.0, 2.0)),
             stop_token_ids=stop_token_ids,

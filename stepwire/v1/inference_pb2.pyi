@@ -322,7 +322,7 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """The draw is a function of this seed, the sequence index and the output position; drawn by the service by default."""
     repetition_penalty: _builtins.float
-    """Divides (or, below zero, multiplies) the logits of tokens seen in prompt or output; above 0, at most 100; 1 by default."""
+    """Divides (or, below zero, multiplies) the logits of tokens seen in prompt or output; 0.001 to 100; 1 by default."""
     presence_penalty: _builtins.float
     """Subtracted from the logits of tokens seen in the output; -2 to 2; 0 by default."""
     frequency_penalty: _builtins.float

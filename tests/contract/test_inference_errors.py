@@ -11,6 +11,7 @@ import pytest
 from scheduler_service.engine.values import GenerateInput
 from stepwire.rpc.errors import StepwireError, from_rpc_error
 from stepwire.v1 import inference_pb2 as pb
+from stepwire.v1.errors_pb2 import ErrorReason
 from tests.support.scheduler_server import RunningScheduler, running_scheduler, tokens_of, until
 
 
@@ -139,7 +140,7 @@ BAD = [
         "top_k": (-1,),
         "top_p": (0.0, -0.1, 1.1, math.nan, math.inf),
         "min_p": (-0.1, 1.1, math.nan),
-        "repetition_penalty": (0.0, -1.0, 101.0, math.nan, math.inf),
+        "repetition_penalty": (0.0, -1.0, 1e-45, 0.0009, 101.0, math.nan, math.inf),
         "presence_penalty": (-2.1, 2.1, math.nan),
         "frequency_penalty": (-2.1, 2.1, math.inf),
         "n": (0, -1, 65, HUGE),
@@ -358,6 +359,15 @@ async def test_a_sequence_that_fails_on_the_worker_ends_its_request_alone() -> N
         assert error.metadata["request_id"] == "bad"
         assert len(tokens_of(await good)) == 50
         await until(lambda: not scheduler.worker.sequences)
+
+
+async def test_a_sequence_that_fails_by_what_its_request_asks_for_is_the_callers_error() -> None:
+    async with running_scheduler() as scheduler:
+        scheduler.worker.sequence_failures["bad"] = "its grammar leaves no token"
+        scheduler.worker.failure_reason = ErrorReason.ERROR_REASON_GRAMMAR_INVALID
+        error = await scheduler.error_of(text="y", request_id="bad", sampling=sampling(n=2))
+        assert (error.reason, error.code) == ("GRAMMAR_INVALID", grpc.StatusCode.INVALID_ARGUMENT)
+        assert "leaves no token" in error.message and "worker" not in error.message
 
 
 async def test_before_the_workers_are_ready_calls_are_refused_and_models_are_listed() -> None:
