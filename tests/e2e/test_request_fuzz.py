@@ -49,6 +49,8 @@ class Calls:
         try:
             await self._call(case)
         except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
             self.ends["cancelled"] += 1
         except grpc.aio.AioRpcError as error:
             self.ends[_reason_of(error, case)] += 1
