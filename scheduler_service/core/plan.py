@@ -67,6 +67,7 @@ class PromptLogprobs(NamedTuple):
 class StepResult:
     """What a worker answered to a step. `logprobs` values are carried through untouched.
 
+    `error_reasons` are those of sequences among `errors` whose requests are to blame.
     `prompt_logprobs` are parts of prompts by sequence id, those of one sequence in order.
     `accepted` holds the tokens, with their log-probabilities, that come before the one in
     `token_ids` of sequences whose drafts were right; `num_draft_tokens` is how many were tried.
@@ -81,6 +82,7 @@ class StepResult:
     prompt_logprobs: ReadOnlyList[tuple[int, PromptLogprobs]] = ()
     accepted: Mapping[int, ReadOnlyList[tuple[int, object]]] = field(default_factory=dict)
     num_draft_tokens: int = 0
+    error_reasons: Mapping[int, str] = field(default_factory=dict)
 
 
 class TokenEvent(NamedTuple):
@@ -101,8 +103,10 @@ class PromptEvent(NamedTuple):
 
 
 class EndEvent(NamedTuple):
-    """A sequence ended without a token: cancelled, past its deadline, or failed on the worker."""
+    """A sequence ended without a token: cancelled, past its deadline, or failed on the worker. `error_reason` is set
+    where its request is to blame for the latter."""
 
     sequence: Sequence
     finish_reason: FinishReason
     message: str
+    error_reason: str | None = None

@@ -229,7 +229,7 @@ class Scheduler:
             check_accepted(plan, result, self._live.by_id)
         events: list[Event] = []
         for sequence_id, message in result.errors.items():
-            events += self._fail_sequence(plan, sequence_id, message)
+            events += self._fail_sequence(plan, sequence_id, message, result.error_reasons.get(sequence_id))
         if result.prompt_logprobs:
             self._apply_prompt_logprobs(result, events)
         if plan.draft_counts:
@@ -381,7 +381,7 @@ class Scheduler:
             sequence.scored += part.num
             events.append(PromptEvent(sequence, part))
 
-    def _fail_sequence(self, plan: StepPlan, sequence_id: int, message: str) -> list[Event]:
+    def _fail_sequence(self, plan: StepPlan, sequence_id: int, message: str, reason: str | None) -> list[Event]:
         """Ends a sequence that failed in a step, and restarts those that share what it failed to write."""
         if sequence_id not in plan.sequence_ids:
             return []
@@ -396,4 +396,4 @@ class Scheduler:
             for new in later.new_sequences:
                 if not spoiled.isdisjoint(new.block_ids):
                     self._roster.restart(new.sequence, good)
-        return [EndEvent(sequence, FinishReason.ERROR, message)] if is_live else []
+        return [EndEvent(sequence, FinishReason.ERROR, message, reason)] if is_live else []

@@ -43,6 +43,8 @@ def end_error(event: EndEvent) -> StepwireError:
     if event.finish_reason is FinishReason.DEADLINE:
         return StepwireError("DEADLINE_EXCEEDED", "the deadline passed before the request was finished", metadata)
     if event.finish_reason is FinishReason.ERROR:
+        if event.error_reason is not None:
+            return StepwireError(event.error_reason, f"sequence {event.sequence.index}: {event.message}", metadata)
         text = f"sequence {event.sequence.index} failed on the worker: {event.message}"
         return StepwireError("SEQUENCE_FAILED", text, metadata)
     return StepwireError("CANCELLED", "the request was cancelled", metadata)

@@ -15,6 +15,7 @@ from scheduler_service.engine.ports import (
 from scheduler_service.engine.values import Sampling
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import worker_pb2 as pb
+from stepwire.v1.errors_pb2 import ErrorReason
 
 
 def step_message(plan: StepPlan, epoch: int) -> pb.Step:
@@ -84,10 +85,17 @@ def step_result(result: pb.StepResult) -> StepResult:
         stopped_sequence_ids=frozenset(result.stopped_sequence_ids),
         logprobs={entry.sequence_id: entry.logprobs for entry in result.logprobs},
         errors={entry.sequence_id: entry.message for entry in result.errors},
+        error_reasons={entry.sequence_id: _reason(entry) for entry in result.errors if entry.reason},
         prompt_logprobs=[_prompt_logprobs(entry) for entry in result.prompt_logprobs],
         accepted={entry.sequence_id: _accepted(entry) for entry in result.accepted},
         num_draft_tokens=result.draft_token_count,
     )
+
+
+def _reason(entry: pb.SequenceError) -> str:
+    # A worker of another version may know reasons that this one does not.
+    name = ErrorReason.Name(entry.reason) if entry.reason in ErrorReason.values() else "ERROR_REASON_SEQUENCE_FAILED"
+    return name.removeprefix("ERROR_REASON_")
 
 
 def _prompt_logprobs(entry: pb.SequencePromptLogprobs) -> tuple[int, PromptLogprobs]:

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from stepwire.v1 import common_pb2 as _common_pb2
+from stepwire.v1 import errors_pb2 as _errors_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -1078,19 +1079,23 @@ class SequenceError(_message.Message):
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The sequence."""
     message: _builtins.str
     """What is wrong with it."""
+    reason: _errors_pb2.ErrorReason.ValueType
+    """Where its request is to blame, and not the worker: what the client is to be told."""
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         message: _builtins.str = ...,
+        reason: _errors_pb2.ErrorReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,6 +22,7 @@ from stepwire.rpc.errors import StepwireError
 from stepwire.rpc.server import add_standard_services, create_server
 from stepwire.v1 import common_pb2, worker_pb2_grpc
 from stepwire.v1 import worker_pb2 as pb
+from stepwire.v1.errors_pb2 import ErrorReason
 
 # What a rank's profile holds, in the form of torch's profiler.
 FAKE_TRACE = {
@@ -104,7 +105,7 @@ class FakeWorker:
     `delays` are the seconds that the RPC of a phase takes.
     `scripts` gives a request's output tokens, `failures` the error of an RPC or, as "step 3", of a
     step; `adapter_contents` what lies at an adapter's path, where others hold nothing;
-    `sequence_failures` the requests whose sequences fail at once,
+    `sequence_failures` the requests whose sequences fail at once, for `failure_reason`,
     `step_failures` those whose steps fail whole. `before` is called with the name of every RPC.
     """
 
@@ -122,6 +123,7 @@ class FakeWorker:
     scripts: dict[str, list[int]] = field(default_factory=dict)
     failures: dict[str, StepwireError] = field(default_factory=dict)
     sequence_failures: dict[str, str] = field(default_factory=dict)
+    failure_reason: ErrorReason = ErrorReason.ERROR_REASON_UNSPECIFIED
     step_failures: dict[str, StepwireError] = field(default_factory=dict)
     step_delay_s: float = 0.0
     load_delay_s: float = 0.0
@@ -232,7 +234,11 @@ class FakeWorker:
         if request_id in self.sequence_failures:
             sequence.is_stopped = True
             sequence.computed += num
-            result.errors.append(pb.SequenceError(sequence_id=sequence_id, message=self.sequence_failures[request_id]))
+            result.errors.append(
+                pb.SequenceError(
+                    sequence_id=sequence_id, message=self.sequence_failures[request_id], reason=self.failure_reason
+                )
+            )
             return
         begin = sequence.computed
         slot = self._write(sequence, num)

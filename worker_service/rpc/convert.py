@@ -2,7 +2,7 @@
 
 import time
 
-from stepwire.v1 import common_pb2, worker_pb2
+from stepwire.v1 import common_pb2, errors_pb2, worker_pb2
 from worker_service.runtime.adapters import AdapterReport
 from worker_service.runtime.step import Logprobs, NewSequence, PromptLogprobs, Sampling, StepInput, StepOutput
 
@@ -61,7 +61,12 @@ def step_result(output: StepOutput, *, epoch: int, queue_ns: int, total_forward_
         values = [_position_logprobs(logprobs) for logprobs in output.accepted_logprobs.get(sequence_id, ())]
         result.accepted.append(worker_pb2.AcceptedTokens(sequence_id=sequence_id, token_ids=token_ids, logprobs=values))
     for sequence_id, message in output.errors.items():
-        result.errors.append(worker_pb2.SequenceError(sequence_id=sequence_id, message=message))
+        reason = f"ERROR_REASON_{output.error_reasons.get(sequence_id, 'UNSPECIFIED')}"
+        result.errors.append(
+            worker_pb2.SequenceError(
+                sequence_id=sequence_id, message=message, reason=errors_pb2.ErrorReason.Value(reason)
+            )
+        )
     return result
 
 

@@ -16,6 +16,7 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from stepwire.grammars import MaskBudget, error_text
+from worker_service.runtime.step import Failure
 
 Words = NDArray[np.uint32]
 IntArray = NDArray[np.int64]
@@ -52,7 +53,7 @@ class MaskJob:
     words: Words
     ends: Words
     few: IntArray | None = None
-    error: str | None = None
+    error: Failure | None = None
     is_abandoned: bool = False
     _clock: int | None = None
     _began_s: float = 0.0
@@ -65,7 +66,7 @@ class MaskJob:
         try:
             self.error = self._fill(state)
         except BaseException as defect:  # a panic of the library is no Exception
-            self.error = f"the grammar library failed: {defect}"
+            self.error = Failure(f"the grammar library failed: {defect}")
         state.budget.spend(time.clock_gettime(clock) - self._began_s)
         if self.error is None and state.budget.left_s < 0:
             self.error = _too_slow(state.budget.num_masks)
@@ -83,21 +84,26 @@ class MaskJob:
         self.is_abandoned = True
         self.error = _too_slow(self.state.budget.num_masks + 1)
 
-    def _fill(self, state: GrammarState) -> str | None:
+    def _fill(self, state: GrammarState) -> Failure | None:
         matcher = state.matcher
         if matcher is None:
             matcher = state.matcher = state.prototype.deep_copy()
         if self.token_ids and not matcher.consume_tokens(self.token_ids):
-            return f"the grammar does not go on after its last token: {error_text(matcher)}"
+            return Failure(f"the grammar does not go on after its last token: {error_text(matcher)}", "GRAMMAR_INVALID")
         matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
         if matcher.is_error():
-            return f"the grammar's mask cannot be told: {error_text(matcher)}"
+            return Failure(f"the grammar's mask cannot be told: {error_text(matcher)}", "GRAMMAR_TOO_COMPLEX")
         if (self.words & self.ends).any():
             self.words |= self.ends
         if int(np.bitwise_count(self.words).sum()) <= FEW:
-            octets = self.words.astype("<u4", copy=False).view(np.uint8)
-            self.few = np.flatnonzero(np.unpackbits(octets, bitorder="little"))
+            self.few = set_bits(self.words)
         return None
+
+
+def set_bits(words: Words) -> IntArray:
+    """Which bits are set, rising; the lowest of each word comes first."""
+    octets = words.astype("<u4", copy=False).view(np.uint8)
+    return np.flatnonzero(np.unpackbits(octets, bitorder="little"))
 
 
 class MaskThreads:
@@ -170,5 +176,6 @@ def _thread_clock() -> int:
     return time.CLOCK_MONOTONIC
 
 
-def _too_slow(num_masks: int) -> str:
-    return f"the grammar's masks took too long: {num_masks} of them more than what so many may take"
+def _too_slow(num_masks: int) -> Failure:
+    text = f"the grammar's masks took too long: {num_masks} of them more than what so many may take; make it simpler"
+    return Failure(text, "GRAMMAR_TOO_COMPLEX")

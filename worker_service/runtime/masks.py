@@ -1,15 +1,15 @@
-"""Which tokens the grammars of a step's sequences allow, and how that becomes part of their scores."""
+"""Which tokens the grammars of a step's sequences allow. Imports no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from worker_service.runtime.grammars import GrammarStore
-from worker_service.runtime.mask_threads import FEW, GrammarState, MaskBatch, MaskJob
+from worker_service.runtime.mask_threads import GrammarState, MaskBatch, MaskJob, set_bits
 from worker_service.runtime.sequences import SequenceTable
+from worker_service.runtime.step import Failure
 
 IntArray = NDArray[np.int64]
 Words = NDArray[np.uint32]
@@ -99,53 +99,17 @@ class Masks:
     words: Words
     vocab_size: int
     few: Mapping[int, IntArray]
-    errors: Mapping[int, str]
-
-    def narrow(self, logits: torch.Tensor, places: Sequence[int]) -> tuple[torch.Tensor, IntArray]:
-        """Of places that allow few tokens the scores of these alone, [places, FEW], -inf behind them; and their ids."""
-        token_ids = np.zeros((len(places), FEW), np.int64)
-        counts = np.zeros(len(places), np.int64)
-        for i, place in enumerate(places):
-            ids = self.few[place]
-            token_ids[i, : len(ids)], counts[i] = ids, len(ids)
-        device = logits.device
-        rows = torch.tensor(places, device=device)[:, None]
-        scores = logits[rows, torch.from_numpy(token_ids).to(device)].float()
-        return scores.masked_fill_(
-            torch.from_numpy(np.arange(FEW) >= counts[:, None]).to(device), -torch.inf
-        ), token_ids
-
-    def apply(self, scores: torch.Tensor, which: IntArray) -> None:
-        """Makes what is not allowed -inf in scores [*, at least vocab_size] of the rows `which`, in place.
-
-        `which` rises; places that are not among them are left out.
-        """
-        present = np.isin(self.places, which)
-        if not present.any():
-            return
-        forbidden = self._forbidden(self.words[present], scores.device)
-        targets = np.searchsorted(which, self.places[present]).tolist()
-        for target, row in zip(targets, forbidden, strict=True):
-            scores[target, : self.vocab_size].masked_fill_(row, -torch.inf)
+    errors: Mapping[int, Failure]
 
     def num_allowed(self, place: int) -> int:
         """How many tokens the grammar of one of `places` allows."""
-        row = self.words[np.searchsorted(self.places, place)]
-        return int(np.bitwise_count(row).sum())
+        return int(np.bitwise_count(self._row(place)).sum())
 
-    def _forbidden(self, words: Words, device: torch.device) -> torch.Tensor:
-        """[places, vocab_size], on a device; bits travel, and become booleans there."""
-        octets = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
-        unset = unset_on_cpu(octets) if device.type == "cpu" else unset_bits(torch.from_numpy(octets).to(device))
-        return unset[:, : self.vocab_size]
+    def allowed(self, place: int) -> IntArray:
+        """The ids of the tokens that the grammar of one of `places` allows, rising."""
+        few = self.few.get(place)
+        return set_bits(self._row(place)) if few is None else few
 
-
-def unset_bits(octets: torch.Tensor) -> torch.Tensor:
-    """Which bits of octets [rows, n] are not set, [rows, 8 n], the lowest of each first."""
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=octets.device)
-    return ((octets[:, :, None] & weights) == 0).flatten(1)
-
-
-def unset_on_cpu(octets: NDArray[np.uint8]) -> torch.Tensor:
-    """What `unset_bits` answers, several times as fast as torch does it on a CPU."""
-    return torch.from_numpy(np.unpackbits(~octets, axis=1, bitorder="little").view(np.bool_))
+    def _row(self, place: int) -> Words:
+        row: Words = self.words[np.searchsorted(self.places, place)]
+        return row

@@ -19,7 +19,7 @@ from worker_service.runtime.prompt_logprobs import ScoredPart, score_prompts, sc
 from worker_service.runtime.sampler import Sampled, Sampler
 from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.shared_tokens import SharedTokens
-from worker_service.runtime.step import NewSequence, StepInput, StepOutput, nobody_waits
+from worker_service.runtime.step import Failure, NewSequence, StepInput, StepOutput, nobody_waits
 from worker_service.runtime.verification import drafted_before, final_places, last_places
 
 IntArray = NDArray[np.int64]
@@ -224,7 +224,7 @@ class ModelRunner:
         rows, ids = batch.rows[which], batch.sequence_ids[which]
         table.skipped[rows[sampled.failed]] = True
         for place in np.flatnonzero(sampled.failed).tolist():
-            output.errors[int(ids[place])] = sampled.reasons.get(place, NOT_FINITE)
+            output.fail(int(ids[place]), sampled.reasons.get(place, Failure(NOT_FINITE)))
         good = ~sampled.failed
         rows, token_ids = rows[good], sampled.token_ids[good]
         table.append_tokens(rows, token_ids)

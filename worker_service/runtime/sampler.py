@@ -13,11 +13,12 @@ from torch.nn import functional
 
 from worker_service.runtime.draws import RUN, Filters, draw_tokens
 from worker_service.runtime.edits import TokenEdits
+from worker_service.runtime.mask_scores import forbid, narrow
 from worker_service.runtime.masks import Masks
 from worker_service.runtime.penalties import Drafted, Penalties
 from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SamplingColumns
-from worker_service.runtime.step import Logprobs
+from worker_service.runtime.step import Failure, Logprobs
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -33,7 +34,7 @@ class Sampled:
     token_ids: IntArray
     failed: BoolArray
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, Failure] = field(default_factory=dict)
 
     def at(self, places: IntArray) -> "Sampled":
         """What was sampled at some places of the batch."""
@@ -85,11 +86,11 @@ class Sampler:
                 ahead = None if drafted is None else drafted.among(others, len(rows))
                 self._edit(scores, rows[others], masked[others], sampling, ahead)
                 if masks is not None:
-                    masks.apply(scores, others)
+                    forbid(masks, scores, others)
                 self._choose(sampled, scores, others, rows, num_outputs, sampling)
             if masks is not None:
                 if few:
-                    scores, token_ids = masks.narrow(logits, few)
+                    scores, token_ids = narrow(masks, logits, few)
                     self._choose(sampled, scores, np.array(few), rows, num_outputs, sampling)
                     sampled.token_ids[few] = token_ids[np.arange(len(few)), sampled.token_ids[few]]
                 _tell_failures(sampled, masks, logits)
@@ -197,12 +198,13 @@ def _tell_failures(sampled: Sampled, masks: Masks, logits: torch.Tensor) -> None
         if not bool(torch.isfinite(logits[place].max())):
             continue
         if masks.num_allowed(place):
-            sampled.reasons[place] = (
+            text = (
                 "its grammar and what else it asks for leave no token: allowed_token_ids, banned_token_ids, logit_bias "
                 "and min_tokens contradict the grammar here"
             )
         else:
-            sampled.reasons[place] = "its grammar has come to a dead end: no token may follow"
+            text = "its grammar has come to a dead end: no token may follow"
+        sampled.reasons[place] = Failure(text, "GRAMMAR_INVALID")
     for place, reason in masks.errors.items():
         sampled.failed[place] = True
         sampled.reasons[place] = reason

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # Of one message, so that its size is bounded whatever the size of a step.
 MAX_PROMPT_POSITIONS = 4096
@@ -86,10 +87,18 @@ class PromptLogprobs:
     top_logprobs: list[float]
 
 
+class Failure(NamedTuple):
+    """Why a sequence gets no token. `reason` is an ErrorReason where its request is to blame."""
+
+    message: str
+    reason: str | None = None
+
+
 @dataclass(slots=True)
 class StepOutput:
     """The result of one step. See worker.proto, StepResult.
 
+    `error_reasons` are those of sequences among `errors` whose requests are to blame.
     `accepted` holds, by sequence id, the draft tokens that come before the one in `token_ids`, and
     `accepted_logprobs` theirs.
     """
@@ -101,6 +110,7 @@ class StepOutput:
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
+    error_reasons: dict[int, str] = field(default_factory=dict)
     accepted: dict[int, list[int]] = field(default_factory=dict)
     accepted_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
     num_draft_tokens: int = 0
@@ -108,6 +118,12 @@ class StepOutput:
     prepare_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0
+
+    def fail(self, sequence_id: int, failure: Failure) -> None:
+        """A sequence gets no token in this step."""
+        self.errors[sequence_id] = failure.message
+        if failure.reason is not None:
+            self.error_reasons[sequence_id] = failure.reason
 
 
 class StateMismatch(Exception):

@@ -13,6 +13,7 @@ from scheduler_service.rpc.worker_messages import step_message, step_result
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import common_pb2
 from stepwire.v1 import worker_pb2 as pb
+from stepwire.v1.errors_pb2 import ErrorReason
 
 SAMPLING = Sampling(
     *(0.5, 3, 0.25, 0.125, 1.5, -1.0, 2.0, (2, 7), 4, 2**64 - 1, 0), 0.75, ((3, 1.5), (4, -2.0)), (3, 4, 5), (5,)
@@ -81,7 +82,11 @@ def test_a_result_is_read_whole_and_logprobs_untouched() -> None:
             token_ids=[9, 8],
             stopped_sequence_ids=[2],
             logprobs=[pb.SequenceLogprobs(sequence_id=1, logprobs=logprobs)],
-            errors=[pb.SequenceError(sequence_id=3, message="bad")],
+            errors=[
+                pb.SequenceError(sequence_id=3, message="bad"),
+                pb.SequenceError(sequence_id=4, message="asked", reason=ErrorReason.ERROR_REASON_GRAMMAR_INVALID),
+                pb.SequenceError(sequence_id=5, message="later", reason=99999),  # type: ignore[arg-type]
+            ],
             prompt_logprobs=[pb.SequencePromptLogprobs(sequence_id=1, logprobs=part)],
             accepted=[
                 pb.AcceptedTokens(sequence_id=1, token_ids=[5], logprobs=[logprobs]),
@@ -93,7 +98,8 @@ def test_a_result_is_read_whole_and_logprobs_untouched() -> None:
     assert (result.step_id, result.sequence_ids, result.token_ids) == (4, [1, 2], [9, 8])
     assert result.stopped_sequence_ids == {2}
     assert result.logprobs == {1: logprobs}
-    assert result.errors == {3: "bad"}
+    assert result.errors == {3: "bad", 4: "asked", 5: "later"}
+    assert result.error_reasons == {4: "GRAMMAR_INVALID", 5: "SEQUENCE_FAILED"}
     assert result.prompt_logprobs == [(1, PromptLogprobs(2, 3, part))]
     assert result.accepted == {1: [(5, logprobs)], 2: [(6, None), (7, None)]}
     assert result.num_draft_tokens == 4

@@ -4,6 +4,7 @@ from dataclasses import fields
 
 from stepwire.v1 import common_pb2
 from stepwire.v1 import worker_pb2 as pb
+from stepwire.v1.errors_pb2 import ErrorReason
 from worker_service.rpc.convert import step_input, step_result
 from worker_service.runtime.step import Logprobs, NewSequence, PromptLogprobs, Sampling, StepInput, StepOutput
 
@@ -102,7 +103,8 @@ def test_a_result_arrives_whole() -> None:
         stopped_sequence_ids=[2],
         logprobs={1: Logprobs(10, -0.5, [(10, -0.5), (3, -2.0)])},
         prompt_logprobs=[(1, PromptLogprobs(3, [5, 6], [-0.5, -1.0], [7, 8], [-0.25, -0.75]))],
-        errors={5: "bad"},
+        errors={5: "bad", 6: "asked"},
+        error_reasons={6: "GRAMMAR_INVALID"},
         accepted={1: [8, 9]},
         accepted_logprobs={1: [Logprobs(8, -1.5, []), Logprobs(9, -2.5, [])]},
         num_draft_tokens=6,
@@ -128,7 +130,8 @@ def test_a_result_arrives_whole() -> None:
         top_token_ids=[7, 8],
         top_logprobs=[-0.25, -0.75],
     )
-    assert [(error.sequence_id, error.message) for error in result.errors] == [(5, "bad")]
+    assert [(error.sequence_id, error.message) for error in result.errors] == [(5, "bad"), (6, "asked")]
+    assert [error.reason for error in result.errors] == [0, ErrorReason.ERROR_REASON_GRAMMAR_INVALID]
     (accepted,) = result.accepted
     assert (accepted.sequence_id, list(accepted.token_ids)) == (1, [8, 9])
     assert [entry.sampled.logprob for entry in accepted.logprobs] == [-1.5, -2.5]

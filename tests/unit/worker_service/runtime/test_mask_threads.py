@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from stepwire import grammars
 from tests.support.grammars import allowed_after, lark, prepare, tiny_grammar_tokenizer, tiny_store
 from worker_service.runtime.mask_threads import GrammarState, MaskJob, MaskThreads
+from worker_service.runtime.step import Failure
 
 NO_ENDS = np.zeros(10, np.uint32)
 
@@ -73,8 +74,8 @@ def test_what_goes_wrong_concerns_one_job_alone() -> None:
     threads.begin(jobs).wait()
     assert [done.error for done in jobs] == [
         None,
-        "the grammar does not go on after its last token: why",
-        "the grammar library failed: out of order",
+        Failure("the grammar does not go on after its last token: why", "GRAMMAR_INVALID"),
+        Failure("the grammar library failed: out of order"),
         None,
     ]
     again = [job(Matcher()) for _ in range(5)]
@@ -89,7 +90,8 @@ def test_a_mask_that_costs_too_much_is_not_waited_for(monkeypatch: pytest.Monkey
     stuck, behind = job(Matcher(gate=gate)), job(Matcher())
     try:
         threads.begin([stuck, behind]).wait()
-        assert stuck.is_abandoned and "too long" in (stuck.error or "")
+        assert stuck.is_abandoned and stuck.error is not None
+        assert "too long" in stuck.error.message and stuck.error.reason == "GRAMMAR_TOO_COMPLEX"
         assert behind.error is None
         # The thread was replaced.
         more = [job(Matcher()) for _ in range(3)]

@@ -15,7 +15,8 @@ from tests.support.grammars import (
 )
 from tests.support.tiny_checkpoint import EOS_TOKEN_ID
 from worker_service.runtime.draws import RUN
-from worker_service.runtime.masks import GrammarMasks, GrammarMissing, Masks, unset_bits, unset_on_cpu
+from worker_service.runtime.mask_scores import forbid, narrow, unset_bits, unset_on_cpu
+from worker_service.runtime.masks import GrammarMasks, GrammarMissing, Masks
 from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.step import NewSequence, Sampling
 
@@ -33,7 +34,7 @@ def table_of(*outputs: list[int]) -> SequenceTable:
 
 def allowed(masks: Masks, place: int, num_rows: int) -> set[int]:
     scores = torch.zeros(num_rows, -(-VOCAB_SIZE // RUN) * RUN)
-    masks.apply(scores, np.arange(num_rows))
+    forbid(masks, scores, np.arange(num_rows))
     return set(torch.isfinite(scores[place, :VOCAB_SIZE]).nonzero()[:, 0].tolist())
 
 
@@ -92,7 +93,8 @@ def test_tokens_that_the_grammar_does_not_allow_are_that_rows_error() -> None:
     pending = masks.begin(rows, table)
     assert pending is not None
     found = pending.wait(rows)
-    assert list(found.errors) == [0] and "does not go on" in found.errors[0]
+    assert list(found.errors) == [0] and "does not go on" in found.errors[0].message
+    assert found.errors[0].reason == "GRAMMAR_INVALID"
     assert allowed(found, 1, 2) == set(tokenizer.tokenize_str("c"))
 
 
@@ -124,7 +126,7 @@ def test_few_tokens_are_scored_by_themselves() -> None:
     assert pending is not None
     found = pending.wait(rows)
     logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    scores, token_ids = found.narrow(logits, [0])
+    scores, token_ids = narrow(found, logits, [0])
     (a,), (b,) = (tiny_grammar_tokenizer().tokenize_str(letter) for letter in "ab")
     assert token_ids[0, :2].tolist() == sorted([a, b])
     assert scores[0, :2].tolist() == logits[0, sorted([a, b])].tolist()
@@ -132,5 +134,5 @@ def test_few_tokens_are_scored_by_themselves() -> None:
     assert (0 in found.few, 1 in found.few) == (True, False)
     # The others of a step are left as they are.
     changed = torch.zeros(2, -(-VOCAB_SIZE // RUN) * RUN)
-    found.apply(changed, np.array([1, 2]))
+    forbid(found, changed, np.array([1, 2]))
     assert not changed[0].any() and torch.isinf(changed[1]).any()

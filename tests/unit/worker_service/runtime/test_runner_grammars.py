@@ -42,8 +42,10 @@ def grammar_driver(tiny_model: Decoder, store: GrammarStore) -> Driver:
     return Driver(*make_runner(tiny_model, grammars=store))
 
 
-def run_to_end(driver: Driver, *, preempts: random.Random | None = None, most: int = 120) -> dict[int, str]:
-    """Steps all sequences until each has ended; answers errors."""
+def run_to_end(
+    driver: Driver, *, preempts: random.Random | None = None, most: int = 120, reasons: dict[int, str] | None = None
+) -> dict[int, str]:
+    """Steps all sequences until each has ended; answers errors, and puts down in `reasons` which are the requests'."""
     live, errors = set(driver.sequences), {}
     for _ in range(most):
         if not live:
@@ -54,6 +56,7 @@ def run_to_end(driver: Driver, *, preempts: random.Random | None = None, most: i
                 driver.preempt(victim)
         output = driver.step({sequence_id: 1000 for sequence_id in live})
         errors.update(output.errors)
+        (reasons if reasons is not None else {}).update(output.error_reasons)
         live -= {*output.stopped_sequence_ids, *output.errors}
     raise AssertionError(f"{live} did not end")
 
@@ -124,8 +127,10 @@ def test_contradictions_end_the_sequence_alone(
     key = prepare(store, lark('start: "{" "i"'))
     grammar_driver.add(1, PROMPT, sampling(seed=1), grammar_key=key)
     grammar_driver.add(2, PROMPT, sampling(seed=2, **changes), grammar_key=key)
-    errors = run_to_end(grammar_driver)
+    reasons: dict[int, str] = {}
+    errors = run_to_end(grammar_driver, reasons=reasons)
     assert list(errors) == [2] and problem in errors[2]
+    assert reasons == {2: "GRAMMAR_INVALID"}
     assert text(grammar_driver.sequences[1].output) == "{i"
 
 
