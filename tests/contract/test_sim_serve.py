@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepwire.cli.main import run
-from stepwire.client import Client, Started
+from stepwire.client import Client, FinishReason, Started
 from stepwire.client.types import Output
 from tests.support.processes import serving
 from tests.support.tiny_checkpoint import make_tiny_llama
@@ -29,6 +29,19 @@ def test_answers_have_text_and_repeat(target: str) -> None:
     assert len(one.token_ids) == 30
     assert one.text
     assert one.token_ids == two.token_ids != other.token_ids
+
+
+def test_answers_have_the_form_that_is_asked_for(target: str) -> None:
+    schema = {"type": "object", "properties": {"size": {"type": "integer"}, "kind": {"enum": ["a", "b"]}}}
+    text = json.dumps({**schema, "required": ["size", "kind"], "additionalProperties": False})
+    with Client(target) as client:
+        answers = [client.complete("Hello", max_tokens=100, seed=seed, json_schema=text) for seed in range(4)]
+        again = client.complete("Hello", max_tokens=100, seed=3, json_schema=text)
+    assert again.token_ids == answers[3].token_ids
+    for answer in answers:
+        assert answer.sequences[0].finish_reason is FinishReason.STOP
+        value = json.loads(answer.text)
+        assert value.keys() == {"size", "kind"} and isinstance(value["size"], int) and value["kind"] in "ab"
 
 
 def test_a_dropped_stream_frees_its_blocks(target: str) -> None:

@@ -1,16 +1,16 @@
 """A runtime without a device: everything but the arithmetic. Imports no torch.
 
 It reads a checkpoint's headers and tokenizer, checks every step as the real one does, and answers
-with tokens that are a function of (seed, sequence index, output position) alone. A step takes the
+with tokens that are a function of (seed, sequence index, output position) alone, and of what the form of
+the output allows. A step takes the
 time that stepwire.simulation.cost says, as wall time. It is for what lies around a model: the
 protocol, recovery, the door under load, sizes that no machine at hand has.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -21,12 +21,11 @@ from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import LoadCancelled
 from loader.shares import RankPlace
 from loader.tokenizer import load_tokenizer
-from stepwire.simulation.cost import CostModel, Hardware, ModelShape, StepLoad
+from stepwire.simulation.cost import CostModel, Hardware, ModelShape
 from stepwire.simulation.shapes import shape_of_checkpoint
 from worker_service.runtime.adapters import NoAdapters
-from worker_service.runtime.checks import CheckedStep, check_step
 from worker_service.runtime.errors import RuntimeFailure
-from worker_service.runtime.grammars import Preparation
+from worker_service.runtime.grammars import GrammarStore, Preparation
 from worker_service.runtime.report import (
     AllocatorReport,
     CollectiveCost,
@@ -38,21 +37,18 @@ from worker_service.runtime.report import (
     Profile,
     SleepLevel,
 )
-from worker_service.runtime.rng import uniforms
 from worker_service.runtime.sequences import SequenceTable
+from worker_service.runtime.sim_runner import SimRunner
 from worker_service.runtime.step import (
-    MAX_PROMPT_POSITIONS,
-    Logprobs,
-    PromptLogprobs,
     StepInput,
     StepOutput,
     nobody_waits,
 )
 
 T = TypeVar("T")
-_NO_GRAMMARS = "a simulated device answers nonsense, and keeps to no form of output"
 IntArray = NDArray[np.int64]
 
+_MASK_THREADS = 2
 _ALONE = Meeting()
 _NOWHERE = "nowhere:1"
 _LOWER_KV = "raise sim_memory_bytes, memory_fraction or memory_limit_bytes, or use a smaller model"
@@ -87,6 +83,7 @@ class _Loaded:
     dtype: str
     shape: ModelShape
     choices: IntArray
+    grammars: GrammarStore
 
 
 class SimRuntime:
@@ -162,7 +159,8 @@ class SimRuntime:
         if cancelled():
             raise LoadCancelled
         progress("attach", shape.weight_bytes, shape.weight_bytes)
-        self._loaded = loaded = _Loaded(checkpoint, chosen, shape, choices)
+        grammars = GrammarStore.of_checkpoint(checkpoint, num_threads=_MASK_THREADS)
+        self._loaded = loaded = _Loaded(checkpoint, chosen, shape, choices, grammars)
         return self._summary(loaded, already_loaded=False, begin=begin)
 
     def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
@@ -199,7 +197,8 @@ class SimRuntime:
             num_blocks=num_blocks,
             block_size=block_size,
         )
-        self._runner = SimRunner(table, loaded.choices, CostModel(loaded.shape, self._hardware), self._sleep)
+        cost = CostModel(loaded.shape, self._hardware)
+        self._runner = SimRunner(table, loaded.choices, loaded.grammars, cost, self._sleep)
         return num_bytes
 
     def warm_up(self, max_step_tokens: int, max_sequences: int, progress: Callable[[int, int], None]) -> None:
@@ -228,9 +227,8 @@ class SimRuntime:
         return NoAdapters("a simulated device takes no adapters: its answers would be the same")
 
     def prepare_grammar(self, key: bytes, grammar: str, live_keys: Sequence[bytes], revision: int) -> Preparation:
-        """Raises RuntimeFailure "unsupported"."""
-        del key, grammar, live_keys, revision
-        raise RuntimeFailure("unsupported", _NO_GRAMMARS)
+        """See GrammarStore.prepare. From any thread."""
+        return self._need_model().grammars.prepare(key, grammar, live_keys, revision)
 
     def sleep(self, level: SleepLevel) -> None:
         """Drops the sequences: there is no memory to give back. Forgets no weights, since it reads none."""
@@ -244,9 +242,12 @@ class SimRuntime:
         """Goes back to an earlier phase, and drops what later ones took."""
         if phase <= Phase.CACHED and self._runner is not None:
             self._runner.drop_sequences()
+        if self._loaded is not None:
+            self._loaded.grammars.begin_epoch()
         if phase <= Phase.LOADED:
             self._runner = None
-        if phase <= Phase.INITIALISED:
+        if phase <= Phase.INITIALISED and self._loaded is not None:
+            self._loaded.grammars.close()
             self._loaded = None
 
     def close(self) -> None:
@@ -281,130 +282,6 @@ class SimRuntime:
 
     def _need_runner(self) -> "SimRunner":
         return _present(self._runner, "a KV cache", "InitializeCache")
-
-
-class SimRunner:
-    """The sequences of a simulated rank, and steps on them. Keeps `table`'s limits when its sequences are dropped."""
-
-    def __init__(
-        self, table: SequenceTable, choices: IntArray, cost: CostModel, sleep: Callable[[float], None]
-    ) -> None:
-        self._table = table
-        self._choices = choices
-        self._cost = cost
-        self._sleep = sleep
-        self._is_timed = cost.hardware != replace(
-            cost.hardware, compute_flops=0.0, bandwidth_bytes=0.0, latency_s=0.0, sequence_latency_s=0.0
-        )
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences it knows."""
-        return len(self._table)
-
-    def drop_sequences(self) -> None:
-        """Forgets all sequences."""
-        table = self._table
-        self._table = SequenceTable(
-            vocab_size=table.vocab_size,
-            max_model_len=table.max_model_len,
-            num_blocks=table.num_blocks,
-            block_size=table.block_size,
-        )
-
-    def execute(self, step: StepInput, on_launch: Callable[[], None] = nobody_waits) -> StepOutput:
-        """Runs a step. Raises StateMismatch, having changed nothing, when it disagrees with what is held."""
-        output = StepOutput(step.step_id, start_unix_ns=time.time_ns())
-        begin = time.perf_counter_ns()
-        checked = check_step(step, self._table)
-        for new in step.new_sequences:
-            if new.grammar_key:
-                checked.sequence_errors.setdefault(new.sequence_id, _NO_GRAMMARS)
-        self._apply(step, checked)
-        output.errors.update(checked.sequence_errors)
-        table = self._table
-        rows = np.fromiter((table.row_of[i] for i in step.sequence_ids), np.int64, len(step.sequence_ids))
-        if table.scored:
-            self._score_prompts(step, rows, checked, output)
-        table.num_computed[rows] += checked.scheduled
-        live = ~table.skipped[rows]
-        sampled = live & (table.num_computed[rows] == table.num_tokens[rows])
-        on_launch()
-        prepared = time.perf_counter_ns()
-        if self._is_timed:
-            load = StepLoad.of(checked.scheduled[live].tolist(), checked.computed[live].tolist(), int(sampled.sum()))
-            self._spend(self._cost.step_seconds(load), begin)
-        forwarded = time.perf_counter_ns()
-        ids = np.asarray(step.sequence_ids, np.int64).reshape(-1)
-        self._sample(ids[sampled], rows[sampled], output)
-        output.prepare_ns = prepared - begin
-        output.forward_ns = forwarded - prepared
-        output.sample_ns = time.perf_counter_ns() - forwarded
-        return output
-
-    def _spend(self, seconds: float, begin_ns: int) -> None:
-        """Waits until the step has taken `seconds`, what was spent on it so far included."""
-        left = seconds - (time.perf_counter_ns() - begin_ns) / 1e9
-        if left > 0:
-            self._sleep(left)
-
-    def _apply(self, step: StepInput, checked: CheckedStep) -> None:
-        table = self._table
-        for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
-            table.remove(sequence_id)
-        if step.new_sequences:
-            computed = dict(zip(step.sequence_ids, checked.computed.tolist(), strict=True))
-            for new in step.new_sequences:
-                table.add(new, computed[new.sequence_id], failed=new.sequence_id in checked.sequence_errors)
-        for sequence_id, blocks in zip(step.sequence_ids, checked.new_blocks, strict=True):
-            if len(blocks):
-                table.append_blocks(table.row_of[sequence_id], blocks)
-
-    def _sample(self, ids: IntArray, rows: IntArray, output: StepOutput) -> None:
-        table, sampling = self._table, self._table.sampling
-        if not len(rows):
-            return
-        positions = table.num_tokens[rows] - table.prompt_token_count[rows]
-        draws = uniforms(sampling.seed[rows], sampling.sequence_index[rows], positions)
-        places = (draws * len(self._choices)).astype(np.int64)
-        # Before min_tokens nothing may stop a sequence: it takes the next id that does not.
-        may_not_stop = sampling.min_tokens[rows] > positions
-        for _ in range(int(sampling.num_stops[rows].max(initial=0))):
-            blocked = may_not_stop & sampling.is_stop(rows, self._choices[places])
-            if not blocked.any():
-                break
-            places[blocked] = (places[blocked] + 1) % len(self._choices)
-        token_ids = self._choices[places]
-        table.append_tokens(rows, token_ids)
-        stopped = sampling.is_stop(rows, token_ids)
-        table.skipped[rows[stopped]] = True
-        output.sequence_ids = ids.tolist()
-        output.token_ids = token_ids.tolist()
-        output.stopped_sequence_ids = ids[stopped].tolist()
-        for place in np.flatnonzero(sampling.num_logprobs[rows] >= 0).tolist():
-            count = int(sampling.num_logprobs[rows[place]])
-            output.logprobs[int(ids[place])] = self._logprobs(int(places[place]), count)
-
-    def _score_prompts(self, step: StepInput, rows: IntArray, checked: CheckedStep, output: StepOutput) -> None:
-        table, num = self._table, len(self._choices)
-        columns = (step.sequence_ids, rows.tolist(), checked.computed.tolist(), checked.scheduled.tolist())
-        for sequence_id, row, computed, count in zip(*columns, strict=True):
-            wish = table.scored.get(row)
-            if wish is None or (positions := table.take_scored(row, computed, count)) is None:
-                continue
-            for first in range(*positions, MAX_PROMPT_POSITIONS):
-                token_ids = table.token_ids[row, first : min(first + MAX_PROMPT_POSITIONS, positions[1])].tolist()
-                top = self._choices[: wish.num_top].tolist() * len(token_ids)
-                value = -math.log(num)
-                values = [value] * len(token_ids), top, [value] * len(top)
-                output.prompt_logprobs.append((sequence_id, PromptLogprobs(first, token_ids, *values)))
-
-    def _logprobs(self, place: int, count: int) -> Logprobs:
-        """Every token is as likely as any other, so the first of the most likely are taken from the sampled one on."""
-        num = len(self._choices)
-        value = -math.log(num)
-        top = [(int(self._choices[(place + i) % num]), value) for i in range(min(count, num))]
-        return Logprobs(int(self._choices[place]), value, top)
 
 
 def _visible_token_ids(checkpoint: Checkpoint) -> IntArray:

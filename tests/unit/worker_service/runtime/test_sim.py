@@ -1,7 +1,10 @@
+import json
 import random
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -12,8 +15,10 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.plan import StepPlan, StepResult, TokenEvent
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.core.scheduler import Scheduler
+from stepwire.grammars import grammar_key
 from stepwire.simulation.cost import CostModel, StepLoad
-from tests.support.tiny_checkpoint import EOS_TOKEN_ID, make_tiny_llama
+from tests.support.grammars import lark, schema
+from tests.support.tiny_checkpoint import EOS_TOKEN_ID, make_tiny_llama, tiny_tokenizer
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.report import Phase
 from worker_service.runtime.sim import SimRuntime
@@ -43,7 +48,10 @@ def ready(model: Path, *, num_blocks: int = 64, sleeps: list[float] | None = Non
     return runtime
 
 
-def step_input(plan: StepPlan) -> StepInput:
+NO_KEYS: Mapping[str, bytes] = MappingProxyType({})
+
+
+def step_input(plan: StepPlan, grammar_keys: Mapping[str, bytes] = NO_KEYS) -> StepInput:
     """The plan as it comes over the wire."""
     return StepInput(
         step_id=plan.step_id,
@@ -55,6 +63,7 @@ def step_input(plan: StepPlan) -> StepInput:
                 new.sequence.prompt_token_count,
                 new.sequence.request.sampling,  # type: ignore[arg-type]
                 new.block_ids,
+                grammar_key=grammar_keys.get(new.sequence.request.request_id, b""),
             )
             for new in plan.new_sequences
         ],
@@ -69,9 +78,15 @@ def step_input(plan: StepPlan) -> StepInput:
 
 
 def serve(
-    runtime: SimRuntime, requests: list[Request], **config: int
+    runtime: SimRuntime,
+    requests: list[Request],
+    *,
+    grammar_keys: Mapping[str, bytes] = NO_KEYS,
+    **config: int,
 ) -> tuple[dict[str, list[int]], dict[str, Any], Scheduler]:
-    """The tokens and the finish reason of each request, scheduled by the core with two steps in flight."""
+    """The tokens and the finish reason of each request, scheduled by the core with two steps in flight.
+
+    `grammar_keys` are by request."""
     sizes = {"num_blocks": 64, "block_size": 16, "max_running": 8, "max_step_tokens": 64, **config}
     scheduler = Scheduler(SchedulerConfig(**sizes), lambda: 0.0)
     for request in requests:
@@ -81,7 +96,7 @@ def serve(
     flight: list[StepResult] = []
     while not scheduler.is_idle:
         while (plan := scheduler.schedule()) is not None:
-            output = runtime.execute(step_input(plan))
+            output = runtime.execute(step_input(plan, grammar_keys))
             assert not output.errors
             stopped = frozenset(output.stopped_sequence_ids)
             flight.append(StepResult(output.step_id, output.sequence_ids, output.token_ids, stopped))
@@ -175,6 +190,44 @@ def test_one_bad_sequence_does_not_spoil_the_step(model: Path) -> None:
     output = ready(model).execute(StepInput(1, [bad, good], [1, 2], [1, 1], [0, 0], [0, 0], [], [], []))
     assert list(output.errors) == [1]
     assert output.sequence_ids == [2]
+
+
+def test_what_has_a_form_keeps_to_it_whatever_happens(model: Path) -> None:
+    grammar = schema({"type": "array", "items": {"enum": ["one", "two", 3]}, "minItems": 2, "maxItems": 5})
+    key, samplings = grammar_key(grammar), [Sampling(seed=i, stop_token_ids=(EOS_TOKEN_ID,)) for i in range(8)]
+    formed = [Request(f"formed {i}", [5] * 30, 60, sampling=sampling) for i, sampling in enumerate(samplings)]
+    requests = [*some_requests(4), *formed]
+    outcomes = []
+    for num_blocks in (64, 9):
+        runtime = ready(model, num_blocks=num_blocks)
+        runtime.prepare_grammar(key, grammar, [key], 1)
+        keys = {request.request_id: key for request in formed}
+        tokens, reasons, scheduler = serve(runtime, requests, num_blocks=num_blocks, grammar_keys=keys)
+        outcomes.append(tokens)
+    assert scheduler.stats.num_preemptions > 0 and outcomes[0] == outcomes[1]
+    answers = []
+    for request in formed:
+        assert reasons[request.request_id] is FinishReason.STOP
+        answers.append(json.loads(tiny_tokenizer().decode(tokens[request.request_id][:-1])))
+    assert all(2 <= len(answer) <= 5 and set(answer) <= {"one", "two", 3} for answer in answers)
+    assert len({str(answer) for answer in answers}) > 4
+
+
+def test_a_form_that_cannot_be_kept_to_ends_its_sequence_alone(model: Path) -> None:
+    runtime, grammar = ready(model), lark('start: "a"')
+    key = grammar_key(grammar)
+    runtime.prepare_grammar(key, grammar, [key], 1)
+    ends = Sampling(stop_token_ids=(EOS_TOKEN_ID,), min_tokens=9)
+    new = [
+        NewSequence(1, "unknown", [5], 1, Sampling(), [0], grammar_key=bytes(32)),
+        NewSequence(2, "ends too early", [5], 1, ends, [1], grammar_key=key),
+        NewSequence(3, "good", [5], 1, Sampling(), [2], grammar_key=key),
+    ]
+    first = runtime.execute(StepInput(1, new, [1, 2, 3], [1] * 3, [0] * 3, [0] * 3, [], [], []))
+    assert list(first.errors) == [1] and "not known here" in first.errors[1]
+    assert first.sequence_ids == [2, 3] and len(set(first.token_ids)) == 1
+    second = runtime.execute(StepInput(2, [], [2, 3], [1] * 2, [1] * 2, [0] * 2, [], [1], []))
+    assert second.error_reasons == {2: "GRAMMAR_INVALID"} and second.sequence_ids == [3]
 
 
 def test_a_step_takes_the_time_of_the_cost_model(model: Path) -> None:
