@@ -36,6 +36,8 @@ SPECIAL: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 6, "max_draft_tokens": 3, "repetition_penalty": 1.1},
     {"temperature": 0.0, "regex": "[a-e]{30,40}"},
     {"temperature": 1.0, "seed": 7, "json_object": True},
+    {"temperature": 1.0, "seed": 8, "regex": "[a-z]{10,60}", "n": 2, "best_of": 4},
+    {"temperature": 0.0, "regex": "([a-e]{4} ){20}", "max_draft_tokens": 4, "logprobs": 1},
     {"temperature": 0.0, "banned_token_ids": [5, 6, 7], "logit_bias": {9: 2.0}, "min_tokens": 8},
 ]
 

@@ -73,7 +73,8 @@ def is_gone(pid: int) -> bool:
 
 async def test_streams_survive_five_kills_of_a_real_worker_in_prefill_and_decode(model: Path, tmp_path: Path) -> None:
     r = random.Random(7)
-    jobs = [Job("lorem ipsum " * (1 + 4 * i), 400 + 20 * i, seed=i, temperature=(i % 2) * 1.0) for i in range(8)]
+    jobs = [Job("lorem ipsum " * (1 + 4 * i), 400 + 20 * i, seed=i, temperature=(i % 2) * 1.0) for i in range(6)]
+    jobs += [Job("lorem", 400, seed=i, n=i, regex=r"([a-z ]{9}: [0-9]{6}\n){200}") for i in (1, 2)]
     with serve(model, tmp_path, *limits("--dtype=float32")) as server:
         async with AsyncClient(server.target) as client:
             expected = await undisturbed(client, jobs)

@@ -10,13 +10,14 @@ from stepwire.client import AsyncClient, Output, StepwireError
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request; the same one gives the same tokens."""
+    """A request; the same one gives the same tokens. What keeps to `regex` must be longer than `max_tokens`."""
 
     prompt: str
     max_tokens: int = 200
     seed: int = 0
     temperature: float = 1.0
     n: int = 1
+    regex: str | None = None
 
 
 class FollowedStream:
@@ -36,7 +37,8 @@ class FollowedStream:
             seed=job.seed,
             temperature=job.temperature,
             n=job.n,
-            ignore_eos=True,
+            ignore_eos=job.regex is None,
+            regex=job.regex,
             **keywords,  # type: ignore[arg-type]
         )
         self.task = asyncio.create_task(self._follow())
