@@ -3,9 +3,9 @@ the reader and for the layers that compute. Pure functions; imports no torch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
 from loader.config import ExpertsConfig, ModelConfig, Norms
+from loader.other_split import OtherSplit, Stored
 from loader.quantised.config import Quantisation
 from loader.quantised.schemes import Scheme
 from loader.shares import (
@@ -18,8 +18,6 @@ from loader.shares import (
     whole_share,
 )
 from loader.tensors import WeightSlice
-
-_NOT_SPLIT = "it runs through transformers' own definition, which is not split"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +88,6 @@ class Embedding:
         yield WeightSlice(f"{self.name}.weight", shape, 0, self.rows.start, self.rows.stop)
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a model whose layers we do not know, which the one rank takes as it is stored."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """How many values it has."""
-        return prod(self.shape)
-
-    def slices(self) -> Iterator[WeightSlice]:
-        """What is wanted of the checkpoint."""
-        yield WeightSlice(self.name, self.shape)
-
-
 Parameter = Linear | Vector | Embedding | Stored
 
 
@@ -133,9 +114,7 @@ def _with_scheme(part: Linear, quantisation: Quantisation) -> Linear:
 
 def _unquantised(config: ModelConfig, place: RankPlace) -> Iterator[Parameter]:
     if config.other is not None:
-        if place != RankPlace():
-            raise ValueError(_NOT_SPLIT)
-        yield from (Stored(name, shape) for name, shape in config.other.tensors.items())
+        yield from OtherSplit(config).parameters(place)
         return
     shares = _Shares.of(config, place)
     for layer in stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size):
@@ -161,7 +140,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def tensor_parallel_problem(config: ModelConfig, size: int) -> str | None:
     """Why the model cannot be split over `size` tensor-parallel ranks; None when it can."""
     if config.other is not None:
-        return _NOT_SPLIT if size > 1 else None
+        return OtherSplit(config).tensor_parallel_problem(size)
     rules: tuple[Callable[[], Share], ...] = (
         lambda: even_share(config.num_heads, 0, size, what="the number of heads"),
         lambda: grouped_share(config.num_kv_heads, 0, size),
@@ -179,20 +158,27 @@ def tensor_parallel_problem(config: ModelConfig, size: int) -> str | None:
 
 def pipeline_parallel_problem(config: ModelConfig, num_stages: int) -> str | None:
     """Why the model cannot be split over `num_stages` pipeline stages; None when it can."""
-    if num_stages > max_pipeline_parallel_size(config):
-        return _NOT_SPLIT if config.other is not None else f"the model has {config.num_layers} layers"
-    return None
+    if config.other is not None:
+        return OtherSplit(config).pipeline_parallel_problem(num_stages)
+    return f"the model has {config.num_layers} layers" if num_stages > config.num_layers else None
 
 
 def max_pipeline_parallel_size(config: ModelConfig) -> int:
     """The most pipeline stages that the model can be split over."""
-    return 1 if config.other is not None else config.num_layers
+    return config.num_layers if config.other is None else OtherSplit(config).max_pipeline_parallel_size
 
 
 def tensor_parallel_sizes(config: ModelConfig) -> tuple[int, ...]:
     """All tensor-parallel sizes that split the model, in order; 1 is always among them."""
     divisors = (size for size in range(1, config.num_heads + 1) if config.num_heads % size == 0)
     return tuple(size for size in divisors if tensor_parallel_problem(config, size) is None)
+
+
+def num_held_kv_heads(config: ModelConfig, place: RankPlace) -> int:
+    """Of how many key-value heads the rank at `place` keeps keys and values."""
+    if config.other is not None:
+        return OtherSplit(config).num_kv_heads(place)
+    return len(grouped_share(config.num_kv_heads, place.tensor_rank, place.tensor_parallel_size))
 
 
 @dataclass(frozen=True, slots=True)

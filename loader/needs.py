@@ -7,11 +7,11 @@ from math import prod
 from loader.byte_runs import rank_byte_runs
 from loader.checkpoint import Checkpoint
 from loader.config import ModelConfig
-from loader.layout import Embedding, Linear, parameters, weight_slices
+from loader.layout import Embedding, Linear, num_held_kv_heads, parameters, weight_slices
 from loader.quantised.roundings import Rounding, rounded_bytes, rounding_of, weight_shape
 from loader.reading.tuning import READ_BUFFER_BYTES
 from loader.safetensors_format import DTYPE_BITS
-from loader.shares import RankPlace, grouped_share, stage_layers
+from loader.shares import RankPlace, stage_layers
 from loader.tensors import WeightSlice
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -70,7 +70,7 @@ def rank_needs(
     copied = sizes["model.embed_tokens.weight"] if is_copied else 0
     resident_bytes = weight_bytes + copied + adapter_bytes
     layers = stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size)
-    kv_heads = len(grouped_share(config.num_kv_heads, place.tensor_rank, place.tensor_parallel_size))
+    kv_heads = num_held_kv_heads(config, place)
     return RankNeeds(
         tensor_rank=place.tensor_rank,
         pipeline_rank=place.pipeline_rank,

@@ -62,7 +62,9 @@ class RankThreads:
     def start(self, path: Path, *, dtype: str = "float32", num_blocks: int = 256, block_size: int = 4) -> None:
         """Meets, loads the model and makes caches for contexts of up to 256 tokens."""
         self.meet()
-        self.each(lambda r: r.load_model(path, dtype, lambda *_: None, lambda: False))
+        for rank in range(len(self.places)):
+            # One after the other: transformers' loader changes torch for the whole process while it works.
+            self.begin(rank, lambda r: r.load_model(path, dtype, lambda *_: None, lambda: False)).result(TIMEOUT_S)
         self.each(lambda r: r.initialize_cache(num_blocks, block_size, 256))
         self.num_blocks, self.block_size = num_blocks, block_size
 

@@ -20,7 +20,7 @@ def build_model(config: ModelConfig, place: RankPlace, group: Collectives | None
     Raises CheckpointError for a family that is not known, ValueError for one that cannot be split over the group.
     """
     if config.other is not None:
-        return _other_model(config, place)
+        return _other_model(config, place, group)
     model_class = MODEL_CLASSES.get(config.family)
     if model_class is None:
         raise CheckpointError(
@@ -33,7 +33,7 @@ def build_model(config: ModelConfig, place: RankPlace, group: Collectives | None
     return model_class(config, place, group)
 
 
-def _other_model(config: ModelConfig, place: RankPlace) -> Model:
+def _other_model(config: ModelConfig, place: RankPlace, group: Collectives | None) -> Model:
     try:
         # Takes seconds, and is not installed everywhere.
         from worker_service.models.transformers_path import TransformersModel
@@ -48,4 +48,4 @@ def _other_model(config: ModelConfig, place: RankPlace) -> Model:
             expected=", ".join(MODEL_CLASSES),
             found=config.architecture,
         ) from error
-    return TransformersModel(config, place)
+    return TransformersModel(config, place, group)

@@ -1,6 +1,7 @@
 """Models of none of our families: transformers' own definition of them, with our attention plugged in.
 
-Slower than a family of ours, and the reference these are tested against. A definition that does not follow
+Slower than a family of ours, and the reference these are tested against. Over several ranks each has its part of the
+definition, by `loader.other_split`. A definition that does not follow
 transformers' attention interface, or follows it in name only, is refused when its weights are placed.
 """
 
@@ -18,10 +19,12 @@ from loader.config import ModelConfig
 from loader.errors import CheckpointError
 from loader.shares import RankPlace
 from worker_service.models.attention_hook import PROBING, SERVING, ForwardPass, register_attention, run
+from worker_service.models.collectives import Collectives
 from worker_service.models.decoder import Attention
 from worker_service.models.layers import Tensors
 from worker_service.models.lora import RowAdapters
 from worker_service.models.scores import Scores
+from worker_service.models.transformers_part import DefinitionPart
 from worker_service.models.transformers_probe import (
     FIRST,
     LENGTHS,
@@ -40,25 +43,25 @@ _OUR_OWN_OR_GGUF = "use a model of one of the families that stepwire computes it
 
 
 class TransformersModel:
-    """A causal LM by transformers' definition, on one rank; what `Decoder` is for our own families.
+    """This rank's part of a causal LM by transformers' definition; what `Decoder` is for our own families.
 
     `num_kv_heads`, `windows`, `scores`, `layers` and the head size in `config` are those of the definition from
     `place_weights` on, and before that what config.json says.
     """
 
-    def __init__(self, config: ModelConfig, place: RankPlace) -> None:
-        """Raises CheckpointError for a class that transformers does not know, ValueError for more than one rank."""
+    def __init__(self, config: ModelConfig, place: RankPlace, group: Collectives | None) -> None:
+        """Raises CheckpointError for a class that transformers does not know, ValueError for one that cannot be split
+        over the group."""
         if config.other is None:
             raise ValueError(f"{config.architecture} is one of our own families")
-        if place != RankPlace():
-            raise ValueError("it runs through transformers' own definition, which is not split")
+        self._class, self._hf_config = _definition(config)
+        self._part = DefinitionPart(config, place, group)
         self.config = config
         self.rank_place = place
         self.num_kv_heads = config.num_kv_heads
-        self.layers = range(config.num_layers)
-        self.windows: list[int | None] = [None] * config.num_layers
-        self.scores = [Scores(config.head_dim**-0.5)] * config.num_layers
-        self._class, self._hf_config = _definition(config)
+        self.layers = self._part.layers
+        self.windows: list[int | None] = [None] * len(self.layers)
+        self.scores = [Scores(config.head_dim**-0.5)] * len(self.layers)
         with self._names_what_fails():
             self._check_config()
         self._base: Callable[..., Any] = _not_placed
@@ -73,10 +76,13 @@ class TransformersModel:
         """
         with self._names_what_fails():
             model = self._load(tensors)
-            expected = [_alone(model, tokens) for tokens in probe_tokens(self.config.vocab_size)]
-            self._read_interface(model)
-            self._take_apart(model)
-            self._compare(expected)
+            self._part.finish()
+            with self._part.alone():
+                inputs = self._probe_inputs(model)
+                expected = [self._by_itself(model, each) for each in inputs]
+                self._read_interface(model, inputs[0])
+                self._take_apart(model)
+                self._compare(inputs, expected)
         return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) + self._base_bytes()
 
     def prepare(self, served_length: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -85,7 +91,8 @@ class TransformersModel:
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, adapters: RowAdapters | None = None
     ) -> torch.Tensor:
-        """Token ids [num_tokens] -> hidden states [num_tokens, hidden_size], normalised."""
+        """Token ids [num_tokens], or hidden states [num_tokens, hidden_size] on a stage after the first -> hidden
+        states [num_tokens, hidden_size], on the last stage normalised."""
         assert adapters is None, "a definition of transformers takes none"
         return self._forward(x, positions, ForwardPass(attention))
 
@@ -100,18 +107,26 @@ class TransformersModel:
         return made
 
     def _forward(self, x: torch.Tensor, positions: torch.Tensor, forward_pass: ForwardPass) -> torch.Tensor:
-        made: Any = run(
-            forward_pass, lambda: self._base(input_ids=x[None], position_ids=positions[None], use_cache=False)
-        )
+        made: Any = run(forward_pass, lambda: self._call(self._base, x, position_ids=positions[None]))
+        if not self.rank_place.is_last_stage:
+            return self._part.take_leaving()
         hidden: torch.Tensor = made.last_hidden_state[0]
         self._computed.output_class = type(made)
         return hidden
+
+    def _call(self, definition: Callable[..., Any], x: torch.Tensor, **more: object) -> Any:
+        """A pass of the definition over one row of `x`, which is as for `forward`."""
+        if self.rank_place.is_first_stage:
+            return definition(input_ids=x[None], use_cache=False, **more)
+        token_ids = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
+        with self._part.given(x):
+            return definition(input_ids=token_ids, use_cache=False, **more)
 
     def _load(self, tensors: Tensors) -> PreTrainedModel:
         """The definition with these weights; transformers' own loader fuses, renames and ties what it must."""
         first = next(iter(tensors.values()))
         with _quietly():
-            model, info = self._class.from_pretrained(
+            model, info = self._rank_class().from_pretrained(
                 None,
                 config=self._hf_config,
                 state_dict=dict(tensors),
@@ -131,7 +146,23 @@ class TransformersModel:
                 )
         return cast(PreTrainedModel, model.to(first.device).eval())
 
-    def _read_interface(self, model: PreTrainedModel) -> None:
+    def _rank_class(self) -> Any:
+        """The class, or one like it whose instances are this rank's part."""
+        whole, part = self._class, self._part
+        if part.is_whole:
+            return whole
+        if not part.shares_embedding:
+            self._hf_config.get_text_config().tie_word_embeddings = False
+            self._hf_config.tie_word_embeddings = False
+
+        def build(model: Any, *inputs: Any, **named: Any) -> None:
+            whole.__init__(model, *inputs, **named)
+            part.cut(model)
+
+        # Under its name, by which transformers knows how tensors are renamed.
+        return type(whole.__name__, (whole,), {"__init__": build, "__module__": whole.__module__})
+
+    def _read_interface(self, model: PreTrainedModel, x: torch.Tensor) -> None:
         """Takes from one pass of the definition what its layers ask of attention."""
         register_attention()
         base = _base_of(model)
@@ -139,12 +170,13 @@ class TransformersModel:
             raise ValueError("it does not take the positions of tokens")
         self._base = base
         self._use(model, PROBING)
-        tokens = torch.tensor(probe_tokens(self.config.vocab_size)[0], device=model.device)
         attention = PlainAttention()
-        attention.counts = (len(tokens),)
+        attention.counts = (len(x),)
         asked = recorded(attention)
-        self._forward(tokens, torch.arange(len(tokens), device=model.device), asked)
-        first = check_calls(asked.calls, self.config.num_layers)
+        hidden = self._forward(x, torch.arange(len(x), device=x.device), asked)
+        if hidden.shape != (len(x), self.config.hidden_size) or hidden.dtype != model.dtype:
+            raise ValueError("it hands hidden states of another size or type from layer to layer")
+        first = check_calls(asked.calls, len(self.layers))
         self.config = replace(self.config, head_dim=first.query_shape[-1])
         self.num_kv_heads = first.key_shape[1]
         self.windows = layer_windows(asked.calls, self.config.max_position_count)
@@ -174,26 +206,40 @@ class TransformersModel:
         setattr(model, model.base_model_prefix, self._computed)
         self._head = model
 
-    def _compare(self, expected: list[torch.Tensor]) -> None:
+    def _probe_inputs(self, model: PreTrainedModel) -> list[torch.Tensor]:
+        """What the sequences of the probe give this stage."""
+        if self.rank_place.is_first_stage:
+            return [torch.tensor(ids, device=model.device) for ids in probe_tokens(self.config.vocab_size)]
+        drawn = torch.Generator().manual_seed(0)
+        hidden = (torch.randn(n, self.config.hidden_size, generator=drawn) for n in LENGTHS)
+        return [each.to(model.device, model.dtype) for each in hidden]
+
+    def _by_itself(self, model: PreTrainedModel, x: torch.Tensor) -> torch.Tensor:
+        """One sequence of the probe with transformers' own attention -> logits or, before the last stage, hidden
+        states."""
+        is_last = self.rank_place.is_last_stage
+        with torch.inference_mode():
+            made = self._call(model if is_last else _base_of(model), x)
+            return cast(torch.Tensor, made.logits[0]) if is_last else self._part.take_leaving()
+
+    def _compare(self, inputs: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         """Both sequences of the probe at once, in two steps, against each by itself with transformers' attention."""
         device = expected[0].device
         attention = PlainAttention(self.scores, self.windows)
-        tokens = probe_tokens(self.config.vocab_size)
         starts: tuple[int, ...] = (0,) * len(LENGTHS)
         for stops in (FIRST, LENGTHS):
             spans = list(zip(starts, stops, strict=True))
             attention.counts = [stop - start for start, stop in spans]
-            ids = [token for row, (start, stop) in zip(tokens, spans, strict=True) for token in row[start:stop]]
+            x = torch.cat([each[start:stop] for each, (start, stop) in zip(inputs, spans, strict=True)])
             positions = [place for start, stop in spans for place in range(start, stop)]
             with torch.inference_mode():
-                hidden = self.forward(
-                    torch.tensor(ids, device=device), torch.tensor(positions, device=device), attention
-                )
-                got = self.logits(hidden)
+                got = self.forward(x, torch.tensor(positions, device=device), attention)
+                if self.rank_place.is_last_stage:
+                    got = self.logits(got)
             check_error(got, torch.cat([row[start:stop] for row, (start, stop) in zip(expected, spans, strict=True)]))
             starts = stops
-            if got.shape[-1] != self.config.vocab_size:
-                raise ValueError(f"it has logits of {got.shape[-1]} tokens, not {self.config.vocab_size}")
+        if self.rank_place.is_last_stage and got.shape[-1] != self.config.vocab_size:
+            raise ValueError(f"it has logits of {got.shape[-1]} tokens, not {self.config.vocab_size}")
 
     def _base_bytes(self) -> int:
         base = cast(torch.nn.Module, self._base)
@@ -215,7 +261,7 @@ class TransformersModel:
             raise CheckpointError(
                 "unsupported",
                 f"transformers' definition of {self.config.architecture} cannot be served: {text[:500]}",
-                _OUR_OWN_OR_GGUF,
+                _OUR_OWN_OR_GGUF if self._part.is_whole else f"serve it with tp 1 and pp 1, or {_OUR_OWN_OR_GGUF}",
                 expected="a definition that follows transformers' attention interface",
                 found=self.config.architecture,
             ) from error
@@ -272,13 +318,6 @@ def _base_of(model: PreTrainedModel) -> PreTrainedModel:
     if not isinstance(base, PreTrainedModel):
         raise ValueError("its layers are not apart from its head")
     return base
-
-
-def _alone(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        made: Any = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False)
-    logits: torch.Tensor = made.logits[0]
-    return logits
 
 
 def _not_placed(**_inputs: object) -> object:
