@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,22 +17,36 @@ from stepwire.supervisor.ports import free_port
 
 _READY_TIMEOUT_S, _END_TIMEOUT_S = 60.0, 20.0
 _POLL_S = 0.02
+SIMULATED = ("--device=sim", "--sim-latency-s=0.004")
 
 
 class Services:
     """Started by `serving`. `target` is where clients find the scheduler."""
 
-    def __init__(self, model: Path, folder: Path, num_ranks: int, flags: Sequence[str], more: Sequence[str]) -> None:
-        """`flags` are the scheduler's alone, `more` those of all."""
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        num_ranks: int,
+        flags: Sequence[str],
+        more: Sequence[str],
+        *,
+        device: Sequence[str] = SIMULATED,
+        program: str = "stepwire.cli.main",
+    ) -> None:
+        """`flags` are the scheduler's alone, `device` the workers', `more` those of all; `program` is what is run."""
         port, ports = free_port(), [free_port() for _ in range(num_ranks)]
         self.target = f"127.0.0.1:{port}"
-        self._folder = folder
-        self._workers = [
-            ["worker", f"--port={number}", "--device=sim", "--sim-latency-s=0.004", *more] for number in ports
-        ]
+        self._folder, self._program = folder, program
+        self._workers = [["worker", f"--port={number}", *device, *more] for number in ports]
         addresses = [f"--workers=127.0.0.1:{number}" for number in ports]
         scheduler = ["scheduler", f"--model={model}", f"--port={port}", f"--pp={num_ranks}", *addresses, *flags, *more]
         self._processes = [self._start(arguments) for arguments in (*self._workers, scheduler)]
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes."""
+        return [process.pid for process in self._processes]
 
     def kill_worker(self, rank: int) -> None:
         """SIGKILL for one worker."""
@@ -66,15 +81,17 @@ class Services:
             process.wait()
 
     def _start(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "stepwire.cli.main", *arguments, "--log-level=warning"]
+        command = [sys.executable, "-m", self._program, *arguments, "--log-level=warning"]
         with (self._folder / f"{arguments[0]}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 @contextmanager
-def serving(model: Path, folder: Path, num_ranks: int, flags: Sequence[str], more: Sequence[str]) -> Iterator[Services]:
-    """Services that are ready, ended with the block."""
-    services = Services(model, folder, num_ranks, flags, more)
+def serving(
+    model: Path, folder: Path, num_ranks: int, flags: Sequence[str], more: Sequence[str], **how: Any
+) -> Iterator[Services]:
+    """Services that are ready, ended with the block. See `Services`."""
+    services = Services(model, folder, num_ranks, flags, more, **how)
     try:
         services.wait_ready()
         yield services
