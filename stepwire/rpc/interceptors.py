@@ -57,7 +57,9 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
         parent = context_from_metadata(details.invocation_metadata)
         if handler is None or behaviour is None or (not parent and method in names.UNTRACED_METHODS):
             return handler
-        attributes = {names.RPC_SYSTEM: "grpc", names.RPC_METHOD: method}
+        attributes: dict[str, str | bool] = {names.RPC_SYSTEM: "grpc", names.RPC_METHOD: method}
+        if method in names.KEPT_METHODS:
+            attributes[names.KEEP] = True
 
         async def traced(request: Any, context: Any) -> Any:
             span = self._tracer.start_span(method, parent, kind=SpanKind.SERVER, attributes=attributes)

@@ -183,6 +183,12 @@ UNTRACED_METHODS: Final = frozenset(
     }
 )
 
+# Calls of operators that change what is served: rare, and traced whatever the sampling ratio says.
+KEPT_METHODS: Final = frozenset(
+    f"stepwire.v1.AdminService/{method}"
+    for method in ("AddReplica", "DrainReplica", "LoadAdapter", "UnloadAdapter", "Sleep", "WakeUp")
+)
+
 
 def request_span_name(operation: str, model: str) -> str:
     """The name of a request's INTERNAL span, such as "chat SmolLM2"."""

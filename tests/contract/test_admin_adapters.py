@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from opentelemetry.trace import SpanKind
 
 from scheduler_service.rpc.admin.adapters import AdapterRoots
 from stepwire.client.admin_types import Adapter
 from stepwire.rpc.errors import StepwireError
+from stepwire.telemetry.spans import SpanRecorder
 from stepwire.v1 import inference_pb2 as pb
 from tests.support.fake_worker import expected_tokens
 from tests.support.scheduler_server import ADMIN_KEY, RunningScheduler, running_scheduler, tokens_of, until
+from tests.support.spans import Kept
 
 PROMPT = list(range(60, 100))
 
@@ -265,3 +268,18 @@ async def test_the_number_of_adapters_is_bounded() -> None:
         error = await operator.error_of(operator.load("b"))
         assert (error.reason, error.code.name) == ("ADAPTER_LIMIT", "RESOURCE_EXHAUSTED")
         await operator.load("a", "/adapters/b")
+
+
+async def test_a_change_is_a_trace_though_no_request_is_sampled() -> None:
+    kept = Kept()
+    async with running_scheduler(admin_key=ADMIN_KEY, tracer_provider=SpanRecorder(kept, 0.0)) as scheduler:
+        operator = Operator(scheduler)
+        await operator.load("a")
+        await operator.generate("a")
+        await operator.adapters()
+    (call,) = kept.named("stepwire.v1.AdminService/LoadAdapter")
+    add = {span.kind: span for span in kept.named("stepwire.v1.WorkerService/AddAdapter")}
+    parents = [call.parent_id, add[SpanKind.CLIENT].parent_id, add[SpanKind.SERVER].parent_id]
+    assert parents == [0, call.context.span_id, add[SpanKind.CLIENT].context.span_id]
+    assert not kept.named("stepwire.v1.InferenceService/Generate")
+    assert not kept.named("stepwire.v1.AdminService/ListAdapters")
