@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stepwire.supervisor.ports import free_port
 
-_READY_TIMEOUT_S, _END_TIMEOUT_S = 60.0, 20.0
+_READY_TIMEOUT_S, _END_TIMEOUT_S = 180.0, 20.0
 _POLL_S = 0.02
 SIMULATED = ("--device=sim", "--sim-latency-s=0.004")
 

@@ -10,7 +10,10 @@ import pytest
 
 from scheduler_service.rpc.flight_file import read
 from scheduler_service.rpc.replay import ReplayPlan
+from stepwire.grammars import grammar_key
 from stepwire.rpc.errors import StepwireError
+from stepwire.v1 import flight_pb2
+from stepwire.v1 import inference_pb2 as pb
 from tests.support.scheduler_server import ADMIN_KEY, RunningScheduler, running_scheduler, tokens_of, until
 
 
@@ -66,6 +69,14 @@ async def test_the_flight_recording_holds_the_last_steps(scheduler: RunningSched
     assert [token_id for result in answered for token_id in result.token_ids] == tokens_of(responses)
     assert all(0 < step.sent_unix_ns <= step.answered_unix_ns for step in recording.steps)
     assert len([step for step in ReplayPlan(recording).steps if step.recorded]) == len(recording.steps)
+
+
+async def test_a_recording_has_the_grammars_of_requests_that_have_ended(scheduler: RunningScheduler) -> None:
+    form = pb.SamplingParams(max_tokens=3, structured_output=pb.StructuredOutput(regex="[a-z]+"))
+    await scheduler.generate(text="a", sampling=form)
+    data = await scheduler.operate(lambda client: client.get_flight())
+    (entry,) = flight_pb2.FlightRecording.FromString(data).grammars
+    assert entry.grammar_key == grammar_key(entry.grammar) and list(scheduler.worker.grammars) == [entry.grammar_key]
 
 
 def recordings(folder: Path) -> list[Path]:
