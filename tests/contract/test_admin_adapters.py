@@ -135,7 +135,7 @@ async def test_an_unload_goes_on_when_its_caller_leaves(operator: Operator) -> N
     call = operator.scheduler.stub.Generate(pb.GenerateRequest(**operator.request("a")))
     await until(lambda: operator.scheduler.engine.model_info().num_running == 1)
     error = await operator.error_of(
-        operator.scheduler.operate(lambda client: client.unload_adapter("a", wait=True, timeout=0.2))
+        operator.scheduler.operate(lambda client: client.unload_adapter("a", wait=True, timeout=0.5))
     )
     assert error.reason == "DEADLINE_EXCEEDED"
     call.cancel()

@@ -68,7 +68,7 @@ class Process:
             assert self.process.returncode is None, self.lines
             return [line for line in self.lines if word in line]
 
-        await until(lambda: bool(found()), 20)
+        await until(lambda: bool(found()))
         return found()[0]
 
     async def connect(self) -> None:
@@ -77,7 +77,7 @@ class Process:
         self.channel = grpc.aio.insecure_channel(self.address)
 
     async def ended(self) -> int:
-        status = await asyncio.wait_for(self.process.wait(), 20)
+        status = await asyncio.wait_for(self.process.wait(), 60)
         await self._reader
         return status
 
@@ -133,7 +133,7 @@ async def test_it_listens_at_once_serves_when_ready_and_drains_on_sigterm(
         running = asyncio.create_task(
             process.generate(text="x", model="tiny-model", sampling=pb.SamplingParams(max_tokens=60, ignore_eos=True))
         )
-        await until(lambda: bool(worker.worker.sequences), 10)
+        await until(lambda: bool(worker.worker.sequences))
         process.process.send_signal(signal.SIGTERM)
         await process.line_with('"draining"')
         assert await process.health() != SERVING
@@ -151,7 +151,7 @@ async def test_a_second_signal_ends_it_at_once(checkpoint: Path, worker: FakeWor
         await process.line_with('"ready"')
         worker.worker.step_delay_s = 0.01
         running = asyncio.create_task(process.generate(text="x"))
-        await until(lambda: bool(worker.worker.sequences), 10)
+        await until(lambda: bool(worker.worker.sequences))
         worker.worker.gate.clear()
         process.process.send_signal(signal.SIGTERM)
         await process.line_with('"draining"')
@@ -169,7 +169,7 @@ async def test_a_worker_that_does_not_come_back_ends_it_with_status_3_and_one_er
         await process.line_with('"ready"')
         worker.worker.step_delay_s = 0.01
         running = asyncio.create_task(process.generate(text="x"))
-        await until(lambda: bool(worker.worker.sequences), 10)
+        await until(lambda: bool(worker.worker.sequences))
         await worker.kill()
         with pytest.raises(StepwireError) as caught:
             await running
@@ -227,7 +227,7 @@ async def test_an_unreachable_worker_is_one_line(checkpoint: Path) -> None:
 async def test_a_worker_that_dies_during_load_is_one_line(checkpoint: Path, worker: FakeWorkerServer) -> None:
     worker.worker.load_delay_s = 30
     task = asyncio.create_task(_cannot_start(checkpoint, worker.address))
-    await until(lambda: "LoadModel" in worker.worker.calls, 10)
+    await until(lambda: "LoadModel" in worker.worker.calls)
     await worker.kill()
     assert "load_model failed on rank 0" in await task
 
@@ -239,6 +239,6 @@ async def test_a_context_longer_than_the_model_is_one_line(checkpoint: Path) -> 
 async def test_sigterm_during_a_start_ends_it_with_status_0(checkpoint: Path, worker: FakeWorkerServer) -> None:
     worker.worker.load_delay_s = 30
     async with scheduler(checkpoint, worker.address) as process:
-        await until(lambda: "LoadModel" in worker.worker.calls, 10)
+        await until(lambda: "LoadModel" in worker.worker.calls)
         process.process.send_signal(signal.SIGTERM)
         assert await process.ended() == 0

@@ -1,7 +1,6 @@
 """A worker is lost: its group is made ready again in a new epoch, and requests go on where they were."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -67,7 +66,7 @@ class Stream:
 
     async def check(self) -> None:
         """It ends as if nothing had happened, with every position once. Raises AssertionError."""
-        responses = await asyncio.wait_for(self.task, 10)
+        responses = await asyncio.wait_for(self.task, 60)
         for index in range(self.n):
             outputs = [r.output for r in responses if r.HasField("output") and r.output.sequence_index == index]
             positions = [o.position + i for o in outputs for i in range(len(o.token_ids))]
@@ -183,12 +182,14 @@ async def test_a_hung_step_asks_for_another_process_and_goes_on() -> None:
 
 
 async def test_a_silent_worker_that_comes_back_is_taken_into_a_new_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_service.engine.group.LOST_AFTER_S", 0.4)
     monkeypatch.setattr("scheduler_service.engine.group.HEARTBEAT_EVERY_S", 0.1)
     async with streaming(2) as (scheduler, streams):
         scheduler.worker.gate.clear()
         scheduler.worker.is_mute = True
-        await until(lambda: scheduler.engine.model_info().state == "recovering")
+        # No longer than that: a worker that is only slow, on a busy machine, is not meant.
+        with monkeypatch.context() as soon:
+            soon.setattr("scheduler_service.engine.group.LOST_AFTER_S", 0.4)
+            await until(lambda: scheduler.engine.model_info().state == "recovering")
         assert not scheduler.engine.is_healthy
         scheduler.worker.is_mute = False
         scheduler.worker.gate.set()
@@ -204,7 +205,7 @@ async def test_another_scheduler_that_takes_the_worker_fences_this_one_off(monke
         task = asyncio.create_task(scheduler.error_of(text="x"))
         await until(lambda: scheduler.engine.model_info().num_running == 1)
         scheduler.worker.epoch, scheduler.worker.scheduler_id = 7, "the-other"
-        error = await asyncio.wait_for(scheduler.engine.failed, 5)
+        error = await asyncio.wait_for(scheduler.engine.failed, 30)
         assert (error.reason, error.metadata["held_by"], error.metadata["held"]) == ("FENCED", "the-other", "7")
         assert (await task).reason == "FENCED"
         assert "Reset" not in scheduler.worker.calls
@@ -219,7 +220,7 @@ async def test_a_worker_taken_while_it_was_away_fences_this_one_off() -> None:
         scheduler.worker.forget()
         scheduler.worker.epoch, scheduler.worker.scheduler_id = 9, "the-other"
         await scheduler.worker_server.start()
-        assert (await asyncio.wait_for(scheduler.engine.failed, 5)).reason == "FENCED"
+        assert (await asyncio.wait_for(scheduler.engine.failed, 30)).reason == "FENCED"
 
 
 async def test_requests_fail_with_the_cause_when_the_restart_budget_is_spent() -> None:
@@ -228,7 +229,7 @@ async def test_requests_fail_with_the_cause_when_the_restart_budget_is_spent() -
         await scheduler.worker_server.replace()
         for stream in streams:
             with pytest.raises(StepwireError, match="the file is gone") as caught:
-                await asyncio.wait_for(stream.task, 10)
+                await asyncio.wait_for(stream.task, 60)
             assert caught.value.metadata["file"] == "f"
             assert caught.value.metadata["rank"] == "0"
         assert scheduler.worker.calls.count("LoadModel") == 4
@@ -267,9 +268,8 @@ async def test_requests_come_wait_are_cancelled_and_expire_during_a_recovery() -
         cancelled = Stream(scheduler, "cancelled")
         await until(lambda: scheduler.engine.model_info().num_waiting >= 2)
         cancelled.task.cancel()
-        began = time.monotonic()
         error = await scheduler.error_of(text="x", timeout=0.3)
-        assert (error.code, time.monotonic() - began < 3) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
+        assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
         scheduler.worker.forget()
         await scheduler.worker_server.start()
         for stream in (*streams, late):
@@ -296,7 +296,7 @@ async def test_a_request_that_breaks_its_worker_each_time_fails_alone() -> None:
         good = [Stream(scheduler, "x" * (i + 1)) for i in range(3)]
         await until(lambda: len(worker.steps) > 10)
         worker.step_failures["poison"] = StepwireError("WORKER_FAILED", "SIGILL or the like")
-        error = await asyncio.wait_for(scheduler.error_of(text="y", request_id="poison"), 10)
+        error = await asyncio.wait_for(scheduler.error_of(text="y", request_id="poison"), 60)
         assert (error.reason, error.metadata["request_id"]) == ("REQUEST_ENDS_WORKERS", "poison")
         for stream in good:
             await stream.check()

@@ -121,7 +121,7 @@ class Rig:
         return [await call]
 
     async def span(self) -> ReadableSpan:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await self.exporter.exported.wait()
         (span,) = self.exporter.get_finished_spans()
         return span
@@ -243,7 +243,7 @@ async def test_a_client_that_cancels(kind: str) -> None:
         call = rig.call(kind)
         await probe.started.wait()
         call.cancel()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             await probe.left.wait()
         span = await rig.span()
     assert_span(span, kind, "CANCELLED", SpanStatus.UNSET)
@@ -254,8 +254,8 @@ async def test_a_deadline_that_passes(kind: str) -> None:
     probe = Probe(forever)
     async with running(probe) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await rig.outcome(kind, timeout=0.3)
-        async with asyncio.timeout(2):
+            await rig.outcome(kind, timeout=0.5)
+        async with asyncio.timeout(20):
             await probe.left.wait()
         span = await rig.span()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -270,7 +270,7 @@ async def test_a_stream_that_is_abandoned(kind: str) -> None:
         assert await call.read() == b"first"
         await probe.started.wait()
         await rig.channel.close()  # No cancel: the client just goes.
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             await probe.left.wait()
         span = await rig.span()
     assert_span(span, kind, "CANCELLED", SpanStatus.UNSET)
@@ -304,7 +304,7 @@ async def test_a_stream_that_is_never_read(kind: str) -> None:
         call = rig.call(kind)
         await probe.started.wait()
         call.cancel()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             await probe.left.wait()
         span = await rig.span()
     assert_span(span, kind, "CANCELLED", SpanStatus.UNSET)
@@ -379,7 +379,9 @@ async def test_what_a_refused_call_held_is_free_without_the_garbage_collector(ki
             with pytest.raises(grpc.aio.AioRpcError):
                 await rig.outcome(kind)
             await rig.span()
-            await asyncio.sleep(0.05)
-            assert [reference() for reference in seen] == [None]
+            async with asyncio.timeout(20):
+                # The call may have ended for its caller before it has for the server.
+                while seen[0]() is not None:  # noqa: ASYNC110 - nothing tells of it
+                    await asyncio.sleep(0.005)
     finally:
         gc.enable()

@@ -440,10 +440,10 @@ async def test_a_worker_without_a_scheduler_ends_when_told_to() -> None:
 
 
 async def test_an_open_stream_counts_as_a_scheduler() -> None:
-    async with running_worker(scheduler_timeout=0.2) as worker:
+    async with running_worker(scheduler_timeout=1.0) as worker:
         await worker.walk_to_ready()
         stream = await worker.open_stream()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(worker.worker.wait(), 0.5)
+            await asyncio.wait_for(worker.worker.wait(), 1.5)
         await stream.execute(first_step(1, new_sequence(1, [5, 6])))
         assert (await stream.execute(decode_step(2, {1: 2}))).step_id == 2

@@ -211,8 +211,10 @@ async def test_a_step_that_disagrees_is_refused_and_changes_nothing() -> None:
     runtime = FakeRuntime()
     async with running_worker(runtime=runtime) as worker:
         stream = await started(worker)
+        runtime.gates["execute"] = threading.Event()
         await stream.send(decode_step(2, {1: 9}))
         await stream.send(decode_step(3, {1: 10}))
+        runtime.gates["execute"].set()
         error = await stream.error()
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         failure = from_rpc_error(error)

@@ -61,7 +61,7 @@ def test_a_second_signal_ends_at_once(server: Server, number: signal.Signals) ->
         while client.get_model().state is not ModelState.DRAINING:
             time.sleep(0.005)
         server.send(number)
-        assert server.process.wait(5) == 128 + number
+        assert server.process.wait(20) == 128 + number
         with pytest.raises(StepwireError) as caught:
             list(stream)
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE

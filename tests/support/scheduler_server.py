@@ -61,7 +61,7 @@ class RunningScheduler:
     worker_servers: list[FakeWorkerServer] = field(default_factory=list)
     """One a replica; the first is `worker_server`."""
 
-    async def generate(self, timeout: float | None = 20.0, **fields: Any) -> list[pb.GenerateResponse]:
+    async def generate(self, timeout: float | None = 60.0, **fields: Any) -> list[pb.GenerateResponse]:
         """All messages of one call. Raises StepwireError."""
         try:
             return [response async for response in self.stub.Generate(pb.GenerateRequest(**fields), timeout=timeout)]
@@ -203,7 +203,7 @@ async def running_scheduler(
             await worker_server.kill()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Waits until something is true that no event tells of."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - see above
