@@ -191,7 +191,8 @@ class GroupStarter:
                     raise StepwireError(
                         "WORKER_FAILED",
                         f"no worker answers at {rank.port.address} within {self._plan.worker_timeout_s:g} s "
-                        f"({error.message}); start one there, or name another address with --workers",
+                        f"({error.message}); start one there, name another address with --workers, or wait longer with "
+                        "--worker-timeout",
                         error.metadata,
                     ) from error
                 if is_known and time.monotonic() - began > LOST_AFTER_S:

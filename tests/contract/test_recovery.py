@@ -168,6 +168,7 @@ async def test_the_log_has_one_error_with_the_root_cause(capsys: pytest.CaptureF
 
 
 async def test_a_hung_step_asks_for_another_process_and_goes_on() -> None:
+    """vllm #17965, #19668: a step that took too long was the end of the engine."""
     supervisor = Supervisor()
     async with streaming(2, supervision=supervisor, step_timeout_s=0.5) as (scheduler, streams):
         process_id = scheduler.worker.process_id

@@ -94,6 +94,7 @@ async def test_the_first_failure_is_the_one_that_is_told() -> None:
 async def test_a_rank_that_fails_in_a_phase_is_named_and_not_those_that_waited_for_it(
     method: str, phase: str, failing: int
 ) -> None:
+    """vllm #47415: the root cause of a failed start was swallowed, and what followed from it was told."""
     async with two_ranks() as (workers, starter):
         workers[failing].failures[method] = StepwireError("OUT_OF_MEMORY", "the device is full")
         if method != "InitDevice":
@@ -107,6 +108,7 @@ async def test_a_rank_that_fails_in_a_phase_is_named_and_not_those_that_waited_f
 
 
 async def test_a_rank_that_lost_a_silent_one_says_so() -> None:
+    """vllm #58290, #17167: a start over several nodes hung without an error."""
     async with two_ranks() as (workers, starter):
         workers[0].failures["WarmUp"] = StepwireError("PEER_LOST", "another rank was lost")
         workers[1].delays["WarmUp"] = 30.0

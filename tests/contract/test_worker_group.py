@@ -119,6 +119,13 @@ async def test_an_unreachable_worker_is_waited_for_and_then_one_error() -> None:
     assert "--workers" in caught.value.message
 
 
+async def test_a_load_may_take_longer_than_workers_are_waited_for(server: FakeWorkerServer) -> None:
+    """vllm #35616, #35547: a load that took longer than a limit nobody had named was ended."""
+    server.worker.load_delay_s = 0.6
+    started = await start(server, worker_timeout_s=0.2)
+    assert started.epoch == 1
+
+
 async def test_a_worker_that_comes_late_is_found(server: FakeWorkerServer) -> None:
     await server.kill()
     task = asyncio.create_task(start(server))

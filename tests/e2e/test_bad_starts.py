@@ -174,7 +174,10 @@ def test_a_cache_too_small_for_one_sequence(tiny_model: Path, tmp_path: Path) ->
 
 
 def test_what_only_the_worker_finds_reaches_the_terminal_whole(tmp_path: Path) -> None:
-    """A tied model whose stored head is another weight: headers do not tell, values do."""
+    """vllm #18455, #30021: all that was told of a worker that failed was that one did.
+
+    A tied model whose stored head is another weight: headers do not tell, values do.
+    """
     folder = tied_with_another_head(tmp_path / "model")
     done = run("serve", "--model", str(folder), "--port", str(free_port()), "--log-dir", str(tmp_path))
     assert done.returncode == 1
@@ -212,6 +215,7 @@ def test_a_worker_that_dies_during_the_load_ends_its_scheduler(demo_model: Path,
 
 
 def test_a_worker_that_dies_during_the_load_ends_serve(demo_model: Path, tmp_path: Path) -> None:
+    """vllm #48031: a start that failed named an empty set of processes."""
     port, log_path = free_port(), tmp_path / "serve.log"
     arguments = ["serve", "--model", str(demo_model), "--port", str(port), "--log-dir", str(tmp_path)]
     with marked() as mark, running(arguments, log_path, {MARK_VARIABLE: mark}) as process:
@@ -223,6 +227,21 @@ def test_a_worker_that_dies_during_the_load_ends_serve(demo_model: Path, tmp_pat
     assert "worker 0 was killed by SIGKILL" in said
     assert str(worker_log) in said
     assert "Traceback" not in said
+
+
+def test_a_worker_that_never_answers_ends_serve_and_is_gone(tiny_model: Path, tmp_path: Path) -> None:
+    """vllm #32116: the door gave up after its time, and the engine ran on and held the devices."""
+    port, log_path = free_port(), tmp_path / "serve.log"
+    flags = ["--port", str(port), "--log-dir", str(tmp_path), "--device=sim", "--worker-timeout=1"]
+    with (
+        marked() as mark,
+        running(["serve", "--model", str(tiny_model), *flags], log_path, {MARK_VARIABLE: mark}) as process,
+    ):
+        while "worker" not in children(process.pid):
+            time.sleep(0.005)
+        os.kill(children(process.pid)["worker"], signal.SIGSTOP)
+        assert process.wait(60) == 1
+    assert re.search(r"no worker answers at 127.0.0.1:\d+ within 1 s .*--worker-timeout", log_path.read_text())
 
 
 def wait_for_line(path: Path, text: str, process: "subprocess.Popen[bytes]") -> None:

@@ -79,7 +79,10 @@ def assert_same(ours: Completion, theirs: Completion) -> None:
 
 
 def test_two_by_two_ranks_say_what_one_says(tmp_path: Path) -> None:
-    """With a vocabulary that must be padded, in chunks, with shared prefixes and preemption."""
+    """With a vocabulary that must be padded, in chunks, with shared prefixes and preemption.
+
+    DeepSpeed-MII #424, #185: with two ranks the first request ended the service.
+    """
     model = make_tiny_llama(tmp_path / "model", num_layers=3, vocab_size=321, tie=True)
     alone, special = served(model, tmp_path / "alone")
     assert all(len(output) == NUM_TOKENS for output in alone)
@@ -110,6 +113,7 @@ def test_the_demo_model_says_the_same_in_parts(
 def test_what_cannot_be_split_is_refused_before_anything_starts(
     demo_model: Path, tmp_path: Path, flags: tuple[str, str], texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """vllm #596, #2652: numbers of heads that ranks do not divide failed in the workers, after they were started."""
     with marked() as mark:
         monkeypatch.setenv(MARK_VARIABLE, mark)
         done = run("serve", "--model", str(demo_model), "--log-dir", str(tmp_path), *flags)

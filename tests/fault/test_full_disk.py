@@ -41,6 +41,7 @@ def greedy(target: str) -> list[int]:
 
 
 def test_a_service_goes_on_without_a_store_whose_file_system_is_full(model: Path, tmp_path: Path, disk: Path) -> None:
+    """vllm #1125, #789, production-stack #899: where /dev/shm was too small, as in containers, nothing was served."""
     store = disk / "store"
     prefix = [*small_disk(disk, "1M"), *filled(disk)]
     with serve(model, tmp_path, *tiny_limits(256, 64, f"--restart-store={store}"), prefix=prefix) as server:

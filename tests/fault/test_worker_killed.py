@@ -110,7 +110,7 @@ async def test_a_standby_takes_the_place_of_a_worker_within_a_second_or_two(mode
 
 
 async def test_health_and_state_tell_of_a_recovery(server: Server) -> None:
-    """vllm #16259, sglang #18421: a service whose workers are gone must not look alive."""
+    """vllm #16259, sglang #18421, PR #21486: a service whose workers are gone must not look alive."""
     async with AsyncClient(server.target) as client:
         pid = server.pids["worker"]
         os.kill(pid, signal.SIGKILL)

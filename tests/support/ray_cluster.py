@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from stepwire.supervisor.ports import free_port
-from tests.support.stack import MARK_VARIABLE, marked
+from tests.support.stack import MARK_VARIABLE, marked, processes_of
 
 _STARTS_WITHIN_S = 60.0
+_ENDS_WITHIN_S = 60.0
 _STORE_BYTES = 80 << 20
 
 
@@ -46,17 +47,21 @@ class RayCluster:
             stderr=log,
             start_new_session=True,
         )
-        self._stack.callback(self.remove_node, host)
+        self._stack.callback(self._end_node, host)
         self._wait(host)
         self.hosts.append(host)
         return host
 
-    def remove_node(self, host: str) -> None:
-        """Ends a node with all that runs on it."""
+    def lose_node(self, host: str) -> None:
+        """Kills a raylet, with which all ends that runs on its node."""
+        wanted = f"--node_ip_address={host} "
+        (raylet,) = [pid for pid, line in processes_of(self.mark).items() if "raylet/raylet" in line and wanted in line]
+        os.kill(raylet, signal.SIGKILL)
+
+    def _end_node(self, host: str) -> None:
         node = self._nodes[host]
-        if node.poll() is None:
-            node.send_signal(signal.SIGTERM)
-            node.wait(30)
+        node.terminate()
+        node.wait(_ENDS_WITHIN_S)
 
     def _wait(self, host: str) -> None:
         """Until it says that it runs."""

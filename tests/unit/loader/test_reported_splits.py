@@ -28,6 +28,20 @@ def test_sglang_15890_the_last_stage_of_a_tied_model_has_the_embedding(tmp_path:
     assert torch.equal(part["model.embed_tokens.weight"], whole["model.embed_tokens.weight"])
 
 
+def test_vllm_5405_a_rank_reads_what_it_holds_and_not_the_checkpoint(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path, num_layers=8, hidden_size=128, intermediate_size=512)
+    checkpoint = open_checkpoint(folder)
+    before = bytes_that_were_read()
+    loaded(checkpoint, RankPlace(pipeline_rank=1, pipeline_parallel_size=4))
+    share = (bytes_that_were_read() - before) / (folder / "model.safetensors").stat().st_size
+    assert 0.1 < share < 0.35
+
+
+def bytes_that_were_read() -> int:
+    """By this process so far, from wherever."""
+    return int(Path("/proc/self/io").read_text().partition("rchar: ")[2].split()[0])
+
+
 def test_vllm_414_heads_that_ranks_do_not_divide(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path, hidden_size=104, heads=52, kv_heads=52, intermediate_size=96, num_layers=1)
     found = inspect_checkpoint(open_checkpoint(folder), Wish(tensor_parallel_size=3))

@@ -1,5 +1,6 @@
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from stepwire.cli.errors import SettingsError
 from stepwire.cli.serve import child_spec, plan, without_settings
 from stepwire.cli.settings_groups import SCHEDULER, SERVE, WORKER, SettingsGroup
 from stepwire.cli.settings_options import Settings, gather
+from stepwire.placement.place import Place
 from tests.support.tiny_checkpoint import make_tiny_llama
 from worker_service.settings import WorkerSettings
 
@@ -144,3 +146,30 @@ def test_a_log_folder_that_cannot_be_is_told_before_anything_starts(
     model = make_tiny_llama(tmp_path / "tiny")
     done = run_command("serve", "--model", str(model), "--port", "0", "--log-dir", str(model / "config.json" / "logs"))
     assert (done.exit_code, "--log-dir" in done.stderr) == (1, True)
+
+
+def test_workers_on_other_machines_listen_there_and_may_load_what_is_named() -> None:
+    places = [Place("10.0.0.1", 7, "a"), Place("10.0.0.2", 8, "b"), Place("10.0.0.2", 9, "b")]
+    settings = given(pp="3", adapter=("one=/x/a",), device="cuda", ray_strategy="SPREAD", placement="ray")
+    scheduler, workers, supervisor = plan(settings, None, places)
+    assert scheduler.workers == ["10.0.0.1:7", "10.0.0.2:8", "10.0.0.2:9"]
+    assert [(worker.host, worker.collective_interface) for worker in workers] == [(p.host, p.host) for p in places]
+    assert [worker.local_ranks for worker in workers] == [1, 2, 2]
+    assert {(worker.device, *worker.model_roots) for worker in workers} == {("cuda", "/", "/x")}
+    assert {worker.cluster_key for worker in workers} == {scheduler.cluster_key}
+    assert (supervisor.placement, supervisor.ray_strategy) == ("ray", "SPREAD")
+
+
+def test_ray_that_is_not_installed_is_told_with_how_to(
+    run_command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "stepwire.placement.ray", raising=False)
+    model = make_tiny_llama(tmp_path / "tiny")
+    done = run_command("serve", "--model", str(model), "--port", "0", "--placement", "ray")
+    assert (done.exit_code, "pip install 'stepwire[ray]'" in done.stderr) == (1, True)
+
+
+def test_a_head_that_is_no_address_is_refused() -> None:
+    with pytest.raises(SettingsError, match="--ray-address"):
+        plan(given(ray_address="ray://head:10001"))

@@ -189,6 +189,7 @@ def test_a_rank_that_fails_by_itself_lets_the_others_go(paths: dict[str, Path]) 
 
 
 def test_a_rank_that_does_not_come_is_told_of(paths: dict[str, Path]) -> None:
+    """vllm #58290, #17167: ranks waited for each other for ever."""
     del paths
     settings = rank_settings(collective_timeout=0.5)
     with rank_threads(2, settings=settings) as ranks:
