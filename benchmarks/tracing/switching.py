@@ -19,13 +19,13 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from benchmarks.peers.event_loop import runner
 from benchmarks.tracing.services import Services, serving
-from benchmarks.tracing.switched import SWITCH_OFF, SWITCH_ON
+from benchmarks.tracing.switched import LEDGER, SWITCH_OFF, SWITCH_ON
 from stepwire.client import AsyncClient, Output
 from stepwire.telemetry.spans import SpanRecorder
 
 # Until the exporter has sent what is queued: it looks twice a second.
 _FLUSH_S = 0.7
-_TIMEOUT_S = 300.0
+_POLL_S, _TIMEOUT_S = 0.005, 300.0
 
 
 class Mode(Enum):
@@ -40,18 +40,21 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a block of requests took: processor time of all services, and tokens a second."""
+    """What a block of requests took: processor time of all services, of that what is known to go to tracing, and tokens
+    a second."""
 
     num_tokens: int
     cpu_per_token_s: float
+    tracing_per_token_s: float
     tokens_per_s: float
 
 
 class Switching:
     """Live services whose tracing is switched between blocks of requests. Made by `switching`."""
 
-    def __init__(self, services: Services, concurrency: int) -> None:
+    def __init__(self, services: Services, concurrency: int, ledger: Path) -> None:
         self._services = services
+        self._ledger = ledger
         self._concurrency = concurrency
         self._runner = runner()
         self._plain, self._tracing = self._runner.run(_clients(services.target))
@@ -63,18 +66,29 @@ class Switching:
 
     def block(self, prompts: Sequence[Sequence[int]], max_tokens: int, mode: Mode) -> Block:
         """Runs requests, so many at once, and waits until their spans are sent."""
-        for pid in self.pids:
-            os.kill(pid, SWITCH_OFF if mode is Mode.OFF else SWITCH_ON)
+        spent_before = self._switch(mode)
         before, began = self._cpu_s(), time.perf_counter()
         num_tokens = self._runner.run(self._run(prompts, max_tokens, is_sampled=mode is Mode.ALL))
         seconds = time.perf_counter() - began
         time.sleep(_FLUSH_S)
-        return Block(num_tokens, (self._cpu_s() - before) / num_tokens, num_tokens / seconds)
+        cpu_s = self._cpu_s() - before
+        tracing_s = self._switch(mode) - spent_before
+        return Block(num_tokens, cpu_s / num_tokens, tracing_s / num_tokens, num_tokens / seconds)
 
     def close(self) -> None:
         """Closes the clients."""
         self._runner.run(_close(self._plain, self._tracing))
         self._runner.close()
+
+    def _switch(self, mode: Mode) -> float:
+        """Switches all services; answers what they have spent on tracing so far, in seconds."""
+        written = [self._ledger / str(pid) for pid in self.pids]
+        for path in written:
+            path.unlink(missing_ok=True)
+            os.kill(int(path.name), SWITCH_OFF if mode is Mode.OFF else SWITCH_ON)
+        while not all(path.exists() and path.read_text().endswith("\n") for path in written):
+            time.sleep(_POLL_S)
+        return sum(int(path.read_text()) for path in written) / 1e9
 
     def _cpu_s(self) -> float:
         """Processor time of the services so far, to the nanosecond: see CPUCLOCK_SCHED in Linux's posix-timers."""
@@ -99,10 +113,14 @@ class Switching:
 def switching(model: Path, concurrency: int, endpoint: str, device: Sequence[str]) -> Iterator[Switching]:
     """Services that are ready, their workers with these flags, and clients of them."""
     with tempfile.TemporaryDirectory(prefix="stepwire-trace-cost-") as folder:
-        how = {"device": device, "program": "benchmarks.tracing.switched"}
+        ledger = Path(folder) / "ledger"
+        ledger.mkdir()
+        # The services inherit it.
+        os.environ[LEDGER] = str(ledger)
         flags, more = ["--max-num-seqs=128", "--max-model-len=512"], [f"--otlp-endpoint={endpoint}"]
+        how = {"device": device, "program": "benchmarks.tracing.switched"}
         with serving(model, Path(folder), 1, flags, more, **how) as services:
-            switched = Switching(services, concurrency)
+            switched = Switching(services, concurrency, ledger)
             try:
                 yield switched
             finally:
