@@ -109,6 +109,12 @@ OPERATORS = ("embed", "norms", "qkv", "write_kv", "attention", "o_proj", "gate_u
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sw_pool_create": (c_void_p, (c_int32, c_int32, c_int32)),
     "sw_pool_destroy": (None, (c_void_p,)),
+    "sw_shared_bytes": (c_int64, (c_int32, c_int64)),
+    "sw_shared_open": (c_void_p, (c_int32, c_int32, c_int32, c_int64, _Pointer, c_int32, c_int64)),
+    "sw_shared_close": (None, (c_void_p,)),
+    "sw_shared_sum": (c_int32, (c_void_p, c_int32, _Pointer, c_int64)),
+    "sw_shared_gather": (c_int32, (c_void_p, _Pointer, c_int64, _Pointer)),
+    "sw_shared_broadcast": (c_int32, (c_void_p, _Pointer, c_int64)),
     "sw_linear": (c_bool, (c_void_p, c_int32, _Pointer, c_int64, _Pointer, _Pointer, c_int32, c_int32, _Pointer)),
     "sw_quantised_linear": (
         c_bool,

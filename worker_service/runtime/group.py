@@ -1,5 +1,6 @@
 """This rank's connections to the others of its group: sums within a stage, activations and tokens between stages."""
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, and
 )
 
 from loader.shares import RankPlace
+from worker_service.kernels.shared import SUMMED, SharedCollectives
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.rendezvous import BoundStore, bind_store, connect_store, interface_address
 from worker_service.runtime.report import CollectiveCost, Meeting
+from worker_service.runtime.shared_memory import share_memory
 
 IntArray = NDArray[np.int64]
 
@@ -53,6 +56,8 @@ class RankGroup:
         self._bound_epoch = 0
         self._stage: Any = None
         self._column: Any = None
+        # In place of the stage's connections, which are there all the same, where its ranks are on one machine.
+        self._shared: SharedCollectives | None = None
         # Their buffers are in use until the other side has taken, or filled, them.
         self._unsent: deque[tuple[Work, torch.Tensor]] = deque()
         self._expected: deque[tuple[Work, torch.Tensor]] = deque()
@@ -78,8 +83,13 @@ class RankGroup:
             self._bound_epoch = epoch
         return self._bound.address
 
-    def form(self, place: RankPlace, device: torch.device, meeting: Meeting, *, kernels: str = "torch") -> None:
-        """Meets the other ranks, which must compute by the same `kernels`; blocks until all have come.
+    def form(
+        self, place: RankPlace, device: torch.device, meeting: Meeting, library: ctypes.CDLL | None = None
+    ) -> None:
+        """Meets the other ranks; blocks until all have come.
+
+        All of them compute with plain torch or all with the compiled kernels, whose `library` also lets those on one
+        machine share memory.
 
         Raises RuntimeFailure "rendezvous_failed", or "invalid" for ranks that are not alike.
         """
@@ -88,10 +98,16 @@ class RankGroup:
         store = PrefixStore(f"epoch{meeting.epoch}", self._store(meeting))
         store.set_timeout(timedelta(seconds=self._meeting_s))
         try:
+            kernels = "torch" if library is None else "compiled kernels"
             self._check_alike(store, f"{kernels} on {device.type}")
             if place.tensor_parallel_size > 1:
                 prefix = PrefixStore(f"stage{place.pipeline_rank}", store)
                 self._stage = self._connect(prefix, place.tensor_rank, place.tensor_parallel_size)
+                if library is not None:
+                    timeout_s = self._settings.collective_timeout
+                    self._shared = share_memory(
+                        library, prefix, place.tensor_rank, place.tensor_parallel_size, timeout_s
+                    )
             if place.pipeline_parallel_size > 1:
                 prefix = PrefixStore(f"column{place.tensor_rank}", store)
                 self._column = self._connect(prefix, place.pipeline_rank, place.pipeline_parallel_size)
@@ -116,6 +132,9 @@ class RankGroup:
         self._unsent.clear()
         self._expected.clear()
         self._stage = self._column = None
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     @contextmanager
     def left_on_failure(self) -> Iterator[None]:
@@ -176,7 +195,10 @@ class RankGroup:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of this stage, in place."""
         with self._measured(tensor):
-            self._stage.allreduce([tensor]).wait()
+            if self._shared is not None and tensor.dtype in SUMMED:
+                self._shared.all_reduce(tensor)
+            else:
+                self._stage.allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +207,10 @@ class RankGroup:
         size = self.place.tensor_parallel_size
         gathered = tensor.new_empty(size, rows, width)
         with self._measured(tensor):
-            self._stage.allgather([list(gathered.unbind())], [tensor.contiguous()]).wait()
+            if self._shared is not None:
+                self._shared.all_gather(tensor.contiguous(), gathered)
+            else:
+                self._stage.allgather([list(gathered.unbind())], [tensor.contiguous()]).wait()
         return gathered.permute(1, 0, 2).reshape(rows, size * width)
 
     def likeliest(self, logits: torch.Tensor, first_id: int) -> tuple[IntArray, NDArray[np.bool_]]:
@@ -203,7 +228,10 @@ class RankGroup:
         """Tensor rank 0's `values`, on every rank of this stage."""
         tensor = torch.from_numpy(values.copy()).to(self._device)
         with self._measured(tensor):
-            self._stage.broadcast([tensor]).wait()
+            if self._shared is not None:
+                self._shared.broadcast(tensor)
+            else:
+                self._stage.broadcast([tensor]).wait()
         agreed: IntArray = tensor.cpu().numpy()
         return agreed
 

@@ -161,8 +161,7 @@ class WorkerRuntime:
             return ""
         if not meeting.address:
             return self.group.bind(meeting.epoch)
-        kernels = "torch" if self._pool is None else "compiled kernels"
-        self.group.form(place, device, meeting, kernels=kernels)
+        self.group.form(place, device, meeting, None if self._pool is None else self._pool.library)
         return meeting.address
 
     def load_model(

@@ -102,6 +102,17 @@ struct SwHead {
 void* sw_pool_create(int32_t threads, int32_t spin_us, int32_t pin);
 void sw_pool_destroy(void* pool);
 
+// Collectives of ranks on one machine over memory that all map, see shared.h: rank 0's file holds `sw_shared_bytes`.
+// To open answers null where it cannot be mapped. The others answer 0, or what became of another rank: 1 it has left,
+// 2 its process has ended, 3 it did not come in time.
+int64_t sw_shared_bytes(int32_t size, int64_t part_bytes);
+void* sw_shared_open(int32_t file, int32_t rank, int32_t size, int64_t part_bytes, const int32_t* processes,
+                     int32_t spin_us, int64_t timeout_ms);
+void sw_shared_close(void* shared);
+int32_t sw_shared_sum(void* shared, int32_t is_bf16, void* values, int64_t count);
+int32_t sw_shared_gather(void* shared, const void* mine, int64_t bytes, void* all);
+int32_t sw_shared_broadcast(void* shared, void* values, int64_t bytes);
+
 bool sw_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const void* weight, const float* bias,
                int32_t in, int32_t out, void* y);
 

@@ -52,6 +52,8 @@ def mixture(path: Path, tp: int, pp: int, *, native: bool = False, dtype: str = 
     with rank_threads(tp, pp, rank_settings(native_kernels=native)) as ranks:
         ranks.start(path, dtype=dtype, **({"num_blocks": 64, "block_size": 16} if native else {}))
         assert all((r._need_model().engine.layout == LAYOUT) is native for r in ranks.runtimes)
+        # Without the kernels, gloo.
+        assert all((r.group._shared is not None) is (native and tp > 1) for r in ranks.runtimes)
         return run_mixture(ranks, ranks, mixed_prompts(320, LENGTHS))  # type: ignore[arg-type]
 
 
@@ -186,6 +188,19 @@ def test_a_rank_that_fails_by_itself_lets_the_others_go(paths: dict[str, Path]) 
             second.result(TIMEOUT_S)
         assert caught.value.code == "out_of_memory"
         peer_lost(lambda: first.result(TIMEOUT_S))
+
+
+@NEEDS_KERNELS
+def test_ranks_that_share_memory_fail_at_once_with_one_that_leaves() -> None:
+    with rank_threads(2, settings=rank_settings(native_kernels=True)) as ranks:
+        ranks.meet()
+        waiting = ranks.begin(0, lambda r: r.group.all_reduce(torch.ones(2)))
+        ranks.begin(1, lambda r: r.leave_group()).result(TIMEOUT_S)
+        assert "it has left the group" in peer_lost(lambda: waiting.result(TIMEOUT_S))
+        # What shared memory has no sums of goes the other way.
+        ranks.meet()
+        summed = ranks.each(lambda r: r.group.all_reduce(torch.ones(2, dtype=torch.float64)))
+        assert all((made == 2).all() for made in summed)
 
 
 def test_a_rank_that_does_not_come_is_told_of(paths: dict[str, Path]) -> None:
