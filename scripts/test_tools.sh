@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 have_node_modules() { [[ -d tests/node/node_modules/@grpc/grpc-js && -d tests/node/node_modules/@grpc/proto-loader ]]; }
+have_triton() { python -c "import triton" 2>/dev/null; }
 have_chromium() { command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; }
 have_ray() { python -c "import ray" 2>/dev/null; }
 
@@ -19,6 +20,7 @@ report() {
     elif ! have_node_modules; then
         missing "the Node client (tests/node/node_modules is not installed)"
     fi
+    have_triton || missing "Triton kernels (the package triton is not installed)"
     have_chromium || missing "pages in a browser (chromium is not installed)"
     command -v promtool >/dev/null || missing "Prometheus' own checks (promtool is not installed)"
     have_ray || missing "workers on a Ray cluster (Ray is not installed)"
@@ -31,6 +33,8 @@ install() {
     fi
     have_ray || python -m pip install -qq --disable-pip-version-check --no-deps --require-hashes -r requirements/ray.txt ||
         echo "pip could not install Ray"
+    # torch for a CPU brings none. Its interpreter, which the tests use, wants one that knows numpy 2.
+    have_triton || python -m pip install -qq --disable-pip-version-check --no-deps triton==3.9.0 || echo "pip could not install triton"
     local wanted=()
     have_chromium || wanted+=(chromium)
     command -v promtool >/dev/null || wanted+=(prometheus)
