@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from worker_service.kernels.kv_rounding import restore_heads, round_heads
 from worker_service.kernels.layout import KvLayout, pack_gate_up, pack_linear
 from worker_service.kernels.native import BatchTables, Decoder, Pool
 from worker_service.kernels.spec import DecoderSpec, LayerWeights, RopeTable
@@ -18,6 +19,8 @@ class Shape:
     """What a random decoder is like."""
 
     dtype: torch.dtype = torch.float32
+    stored: torch.dtype | None = None
+    """What keys and values are rounded to."""
     hidden: int = 48
     heads: int = 6
     kv_heads: int = 2
@@ -110,6 +113,8 @@ class PlainDecoder:
         elif s.head_norms:
             query, key = _rms_norm(query, layer["query_norm"]), _rms_norm(key, layer["key_norm"])
         query, key = (_rotate(each, self.rope[number % 2]).transpose(0, 1) for each in (query, key))
+        if s.stored is not None:
+            key, value = (restore_heads(*round_heads(each, s.stored), torch.float64) for each in (key, value))
         key, value = (each.repeat_interleave(s.heads // s.kv_heads, 0) for each in (key, value.transpose(0, 1)))
         scores = _cap(query @ key.transpose(1, 2) * s.head_dim**-0.5, s.softcap)
         back = torch.arange(length)[:, None] - torch.arange(length)
@@ -147,10 +152,10 @@ class Server:
 
     def __init__(self, pool: Pool, plain: PlainDecoder, *, num_blocks: int = 80, seed: int = 0) -> None:
         s = plain.shape
-        self.layout = KvLayout(num_blocks, s.num_layers, s.kv_heads, s.block_size, s.head_dim, s.dtype)
+        self.layout = KvLayout(num_blocks, s.num_layers, s.kv_heads, s.block_size, s.head_dim, s.dtype, s.stored)
         self.cache = self.layout.allocate()
         # What a block's former owner left there must never matter.
-        self.cache.fill_(torch.nan)
+        self.cache.view(torch.int8).fill_(-1)  # which as a float is no number
         self.decoder = Decoder(pool, plain.spec(), self.layout, self.cache)
         self.blocks_per_sequence = -(-s.num_positions // s.block_size)
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()

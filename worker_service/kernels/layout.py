@@ -3,10 +3,13 @@
 All of it is ordinary contiguous tensors: they can be stored in a file and mapped.
 """
 
+import math
 import mmap
 from dataclasses import dataclass
 
 import torch
+
+from worker_service.kernels.kv_rounding import SCALE_BYTES, restore_heads, round_heads
 
 LANES = 16
 PANEL = 32
@@ -76,7 +79,8 @@ class KvLayout:
     """Keys and values in one buffer [num_blocks, layers, 2, kv_heads, block_size * head_dim].
 
     Of a block and head, keys lie as [head_dim / depth, block_size, depth] and values as
-    [block_size / depth, head_dim, depth]. Raises ValueError for sizes that are no multiples of 16.
+    [block_size / depth, head_dim, depth]. Where they are `stored` as int8, scales are behind either, float32
+    [block_size]. Raises ValueError for sizes that are no multiples of 16.
     """
 
     num_blocks: int
@@ -85,9 +89,12 @@ class KvLayout:
     block_size: int
     head_dim: int
     dtype: torch.dtype
+    stored: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         depth_of(self.dtype)
+        if self.stored not in (None, torch.int8):
+            raise ValueError(f"the kernels keep keys and values as they are or as int8, not as {self.stored}")
         for name in ("block_size", "head_dim"):
             if getattr(self, name) % LANES:
                 raise ValueError(f"{name} {getattr(self, name)} is not a multiple of {LANES}")
@@ -95,12 +102,18 @@ class KvLayout:
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Of the buffer."""
-        return (self.num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size * self.head_dim)
+        width = self.head_dim if self.stored is None else self.head_dim + SCALE_BYTES
+        return (self.num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size * width)
+
+    @property
+    def held(self) -> torch.dtype:
+        """Of the buffer."""
+        return self.dtype if self.stored is None else self.stored
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+        return math.prod(self.shape[1:]) * self.held.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -109,20 +122,31 @@ class KvLayout:
 
     def allocate(self) -> torch.Tensor:
         """The buffer; its memory is occupied block by block, on first use. Raises OSError."""
-        return empty_huge(self.num_bytes).view(self.dtype).view(self.shape)
+        return empty_huge(self.num_bytes).view(self.held).view(self.shape)
 
     def to_plain(self, cache: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of a layer's keys and values, each [num_blocks, kv_heads, block_size, head_dim]."""
         depth, dims = depth_of(self.dtype), (self.num_blocks, self.num_kv_heads)
-        plain = (*dims, self.block_size, self.head_dim)
-        keys = cache[:, layer, 0].reshape(*dims, self.head_dim // depth, self.block_size, depth)
-        values = cache[:, layer, 1].reshape(*dims, self.block_size // depth, self.head_dim, depth)
-        return keys.permute(0, 1, 3, 2, 4).reshape(plain), values.permute(0, 1, 2, 4, 3).reshape(plain)
+        plain, num_values = (*dims, self.block_size, self.head_dim), self.block_size * self.head_dim
+        keys, key_scales = cache[:, layer, 0].tensor_split([num_values], 2)
+        values, value_scales = cache[:, layer, 1].tensor_split([num_values], 2)
+        keys = keys.reshape(*dims, self.head_dim // depth, self.block_size, depth).permute(0, 1, 3, 2, 4).reshape(plain)
+        values = values.reshape(*dims, -1, self.head_dim, depth).permute(0, 1, 2, 4, 3).reshape(plain)
+        if self.stored is None:
+            return keys, values
+        factors = [scales.contiguous().view(torch.float32) for scales in (key_scales, value_scales)]
+        return restore_heads(keys, factors[0], self.dtype), restore_heads(values, factors[1], self.dtype)
 
     def from_plain(self, cache: torch.Tensor, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores what `to_plain` gives."""
         depth, dims = depth_of(self.dtype), (self.num_blocks, self.num_kv_heads)
+        num_values = self.block_size * self.head_dim
+        if self.stored is not None:
+            keys, key_scales = round_heads(keys, self.stored)
+            values, value_scales = round_heads(values, self.stored)
+            for part, scales in enumerate((key_scales, value_scales)):
+                cache[:, layer, part, :, num_values:] = scales.view(torch.int8)
         split_keys = keys.reshape(*dims, self.block_size, self.head_dim // depth, depth)
         split_values = values.reshape(*dims, self.block_size // depth, depth, self.head_dim)
-        cache[:, layer, 0] = split_keys.permute(0, 1, 3, 2, 4).reshape(*dims, -1)
-        cache[:, layer, 1] = split_values.permute(0, 1, 2, 4, 3).reshape(*dims, -1)
+        cache[:, layer, 0, :, :num_values] = split_keys.permute(0, 1, 3, 2, 4).reshape(*dims, -1)
+        cache[:, layer, 1, :, :num_values] = split_values.permute(0, 1, 2, 4, 3).reshape(*dims, -1)

@@ -163,7 +163,7 @@ class Decoder:
     def __init__(self, pool: Pool, spec: DecoderSpec, layout: KvLayout, cache: torch.Tensor) -> None:
         """Raises ValueError, naming what does not fit."""
         check_spec(spec, layout)
-        check_tensor("cache", cache, spec.dtype, layout.shape)
+        check_tensor("cache", cache, layout.held, layout.shape)
         self._pool, self._spec, self._layout = pool, spec, layout
         # The C side holds addresses only: what they point to lives as long as this object.
         self._cache = cache

@@ -83,6 +83,7 @@ def model_structure(
         is_gelu=int(spec.activation == "gelu_tanh"),
         norm_whole=int(norm_whole(spec)),
         block_size=layout.block_size,
+        rounds_cache=int(layout.stored is not None),
         eps=spec.eps,
         scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
         softcap=spec.softcap,

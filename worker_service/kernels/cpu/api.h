@@ -55,6 +55,7 @@ struct SwModel {
   int32_t is_gelu;            // else SiLU
   int32_t norm_whole;         // query and key norms over the whole projection, not each head
   int32_t block_size;
+  int32_t rounds_cache;  // keys and values to int8, with a scale for each head of each position
   float eps, scale, softcap, embedding_scale, logit_softcap;
   const SwLayer* layers;
   const void* embedding;   // [vocab_size, hidden_size], not packed; null beyond the first stage

@@ -35,7 +35,7 @@ class TypedDecoder final : public Decoder {
         scratch_(pool.size()),
         unpacked_(model.quantised_embedding ? (size_t)pool.size() * model.hidden_size : 0) {
     const int rows = std::max(kQueryRows / heads_per_group_, 1) * heads_per_group_;
-    for (auto& scratch : scratch_) scratch.resize(rows, model.head_dim);
+    for (auto& scratch : scratch_) scratch.resize(rows, model.head_dim, model.rounds_cache != 0);
   }
 
   void forward(const SwBatch& batch, const int64_t* token_ids, void* hidden, int first, int last,
@@ -175,9 +175,21 @@ class TypedDecoder final : public Decoder {
                store_panel(qkv[row], panel, num_qkv_, low, high);
              });
     clock_.took(thread, SW_QKV);
+    model_.rounds_cache ? attend_chunk<int8_t>(pool, thread, batch, chunk, number)
+                        : attend_chunk<T>(pool, thread, batch, chunk, number);
+    const Delta added =
+        shrink(pool, chunk, number, kOutput, {model_.hidden_size / kLanes, 0, 0}, attended_.read(), num_attended_);
+    const Weight weight{layer.output, layer.quantised_output, layer.output_bias, num_attended_, SW_O_PROJ};
+    project(pool, thread, attended_.read(), chunk.count, weight, added, layer.post_attention_norm, hidden, partial);
+  }
+
+  // Stores the keys and values of a chunk, in elements of type E, and attends.
+  template <class E>
+  void attend_chunk(Pool& pool, int thread, const SwBatch& batch, const Chunk& chunk, int number) {
+    const SwLayer& layer = layers_[number];
     const CacheShape shape{model_.num_layers, model_.num_kv_heads, model_.head_dim, model_.block_size};
     auto cache_of = [&](const Span& span, int head) {
-      return HeadCache<T>(model_.cache, shape, number, head, batch.tables + span.sequence * batch.table_stride);
+      return HeadCache<T, E>(model_.cache, shape, number, head, batch.tables + span.sequence * batch.table_stride);
     };
     const int kv_heads = model_.num_kv_heads;
     pool.split((int)chunk.writes.size() * kv_heads, [&](int begin, int end) {
@@ -199,7 +211,7 @@ class TypedDecoder final : public Decoder {
         const int following = i + 1 < tasks ? i + 1 : i;
         const Span& next = chunk.queries[following / kv_heads];
         const int begin = first_seen(rule, next);
-        const Group<T> after(cache_of(next, following % kv_heads), begin / kGroup * kGroup, begin,
+        const Group<E> after(cache_of(next, following % kv_heads), begin / kGroup * kGroup, begin,
                              next.position + next.count);
         take_queries(layer, span, i % kv_heads, scratch_[thread]);
         attend(rule, span, cache_of(span, i % kv_heads), after, scratch_[thread]);
@@ -208,10 +220,6 @@ class TypedDecoder final : public Decoder {
     };
     pool.split(tasks, attend_some, std::max(1, tasks / (8 * pool.size())));
     clock_.took(thread, SW_ATTENTION);
-    const Delta added =
-        shrink(pool, chunk, number, kOutput, {model_.hidden_size / kLanes, 0, 0}, attended_.read(), num_attended_);
-    const Weight weight{layer.output, layer.quantised_output, layer.output_bias, num_attended_, SW_O_PROJ};
-    project(pool, thread, attended_.read(), chunk.count, weight, added, layer.post_attention_norm, hidden, partial);
   }
 
   // The other branch; as above.
@@ -312,7 +320,8 @@ class TypedDecoder final : public Decoder {
     norm_and_rotate(from, {size, layer.rotary_half}, weight, scale, layer.cos + angles, layer.sin + angles, to);
   }
 
-  void write_keys(const SwLayer& layer, const Span& span, int kv_head, const HeadCache<T>& cache) const {
+  template <class E>
+  void write_keys(const SwLayer& layer, const Span& span, int kv_head, const HeadCache<T, E>& cache) const {
     alignas(64) T key[kMostHeadDim];
     for (int i = 0; i < span.count; ++i) {
       const T* token = qkv_.read()[span.first + i];

@@ -19,6 +19,7 @@ using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
 using Words = uint32_t __attribute__((vector_size(64)));
 using Halves = uint16_t __attribute__((vector_size(32)));
+using Codes = int8_t __attribute__((vector_size(16)));
 
 struct bf16 {
   uint16_t bits;
@@ -36,6 +37,12 @@ SW_INLINE Floats load(const bf16* from) {
   Halves bits;
   memcpy(&bits, from, sizeof bits);
   return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+
+SW_INLINE Floats load(const int8_t* from) {
+  Codes codes;
+  memcpy(&codes, from, sizeof codes);
+  return __builtin_convertvector(__builtin_convertvector(codes, Ints), Floats);
 }
 
 SW_INLINE void store(float* to, Floats value) { memcpy(to, &value, sizeof value); }

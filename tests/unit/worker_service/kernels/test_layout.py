@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from worker_service.kernels.kv_rounding import restore_heads, round_heads
 from worker_service.kernels.layout import KvLayout, empty_huge, pack_gate_up, pack_linear
 
 
@@ -59,6 +60,21 @@ def test_keys_and_values(dtype: torch.dtype, depth: int) -> None:
     stored_key = cache[block, 1, 0, head].view(32 // depth, 16, depth)[dim // depth, position, dim % depth]
     stored_value = cache[block, 1, 1, head].view(16 // depth, 32, depth)[position // depth, dim, position % depth]
     assert stored_key == keys[block, head, position, dim] and stored_value == values[block, head, position, dim]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounded_keys_and_values(dtype: torch.dtype) -> None:
+    layout = KvLayout(3, 2, 2, 16, 32, dtype, torch.int8)
+    cache = layout.allocate()
+    assert layout.block_bytes == 2 * 2 * 2 * 16 * (32 + 4)
+    assert cache.dtype == torch.int8 and cache.nbytes == layout.num_bytes == 3 * layout.block_bytes
+    keys, values = torch.randn(2, 3, 2, 16, 32).to(dtype)
+    layout.from_plain(cache, 1, keys, values)
+    assert not cache[:, 0].any()
+    for got, whole in zip(layout.to_plain(cache, 1), (keys, values), strict=True):
+        assert got.dtype == dtype and torch.equal(got, restore_heads(*round_heads(whole, torch.int8), dtype))
+    with pytest.raises(ValueError, match="int8"):
+        KvLayout(1, 1, 1, 16, 16, dtype, torch.float8_e4m3fn)
 
 
 def test_huge_memory_is_zeroed_and_outlives_its_maker() -> None:

@@ -29,6 +29,7 @@ SHAPES = {
     "olmo2": variant(BASE, pre_norms=False, post_norms=True, whole_norms=True),
     "wide heads": variant(BASE, heads=4, kv_heads=1, head_dim=80, rotary_half=40),
     "every head its own": variant(BASE, heads=3, kv_heads=3, head_dim=64, rotary_half=32, windows=(70,)),
+    "int8 cache": variant(BASE, stored=torch.int8, head_dim=80, windows=(70, None), softcap=3.0),
 }  # fmt: skip
 
 
@@ -78,11 +79,13 @@ def test_prompts_in_pieces_and_decoding_equal_the_definition(pool: Pool, name: s
             got[sequence].append(logits)
     for sequence, tokens in (("long", long), ("short", short)):
         exact, logits = plain.logits(tokens), torch.cat(got[sequence]).double()
-        assert (logits - exact).norm() / exact.norm() < TOLERANCE[dtype]
+        # A value near the middle of two codes may be rounded to either.
+        tolerance = max(TOLERANCE[dtype], 0.0 if plain.shape.stored is None else 2e-3)
+        assert (logits - exact).norm() / exact.norm() < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["plain", "gemma", "every head its own"])
+@pytest.mark.parametrize("name", ["plain", "gemma", "every head its own", "int8 cache"])
 def test_results_do_not_depend_on_batch_cut_or_threads(
     library: ctypes.CDLL, pool: Pool, name: str, dtype: torch.dtype
 ) -> None:
