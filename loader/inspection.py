@@ -17,7 +17,7 @@ from loader.layout import (
     tensor_parallel_problem,
     tensor_parallel_sizes,
 )
-from loader.needs import RankNeeds, num_parameters, rank_needs
+from loader.needs import KV_CACHE_DTYPES, RankNeeds, num_parameters, rank_needs
 from loader.quantised.roundings import ROUNDINGS, Rounding
 from loader.shares import RankPlace
 from loader.tensors import files_of
@@ -29,9 +29,9 @@ class Wish:
     """How the checkpoint is to be served. Raises ValueError for a number below 1, and for an unknown dtype or rounding.
 
     `dtype` is "auto" for the checkpoint's own; `rounding` is what unquantised weights are rounded to while they are
-    read. `memory_bytes` is what each rank may use for weights and KV blocks,
-    `kv_cache_bytes` what it may use for KV blocks alone, `num_kv_blocks` how many there are to be; None leaves open
-    what fits. `adapters` are folders of LoRA adapters to be served beside it.
+    read, and `kv_cache_dtype` the type of keys and values, "auto" for that of the model. `memory_bytes` is what each
+    rank may use for weights and KV blocks, `kv_cache_bytes` what it may use for KV blocks alone, `num_kv_blocks` how
+    many there are to be; None leaves open what fits. `adapters` are folders of LoRA adapters to be served beside it.
     """
 
     tensor_parallel_size: int = 1
@@ -45,6 +45,7 @@ class Wish:
     adapters: tuple[Path, ...] = ()
     max_adapter_rank: int | None = None
     rounding: Rounding | None = None
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -61,6 +62,8 @@ class Wish:
                 raise ValueError(f"{name} is {value}, and must be at least 1")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype {self.dtype!r} is not one of auto, {', '.join(DTYPES)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
         if self.rounding not in (None, *ROUNDINGS):
             raise ValueError(f"rounding {self.rounding!r} is not one of {', '.join(ROUNDINGS)}")
 
@@ -201,7 +204,12 @@ def _needs(
     try:
         return tuple(
             rank_needs(
-                checkpoint, place, dtype, sum(adapter_bytes(adapter, place) for adapter in adapters), wish.rounding
+                checkpoint,
+                place,
+                dtype,
+                sum(adapter_bytes(adapter, place) for adapter in adapters),
+                wish.rounding,
+                wish.kv_cache_dtype,
             )
             for place in wish.places()
         )

@@ -15,6 +15,7 @@ from loader.shares import RankPlace, stage_layers
 from loader.tensors import WeightSlice
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 # While quantised weights are laid out anew, each of their values takes so many bytes: as a byte of its own, joined, in
 # turn with another weight's, and where it comes to lie.
 _BYTES_PLACED = 4
@@ -52,9 +53,10 @@ def rank_needs(
     dtype: str,
     adapter_bytes: int = 0,
     rounding: Rounding | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> RankNeeds:
     """What the rank at `place` needs to hold its part in `dtype`, beside adapters of `adapter_bytes`, with `rounding`
-    of what is not quantised.
+    of what is not quantised, and keys and values as `kv_cache_dtype`.
 
     Raises CheckpointError for a tensor of its part that is missing or has another shape, ValueError for a size that
     cannot split the model.
@@ -81,8 +83,13 @@ def rank_needs(
         adapter_bytes=adapter_bytes,
         resident_bytes=resident_bytes,
         host_peak_bytes=resident_bytes + _loading_bytes(checkpoint, place, sizes, value_bytes) + READ_BUFFER_BYTES,
-        kv_bytes_per_token=2 * len(layers) * kv_heads * config.head_dim * value_bytes,
+        kv_bytes_per_token=2 * len(layers) * kv_heads * _kv_head_bytes(config.head_dim, value_bytes, kv_cache_dtype),
     )
+
+
+def _kv_head_bytes(head_dim: int, value_bytes: int, kv_cache_dtype: str) -> int:
+    # Values of eight bits have a scale of 32 a head.
+    return head_dim * value_bytes if kv_cache_dtype == "auto" else head_dim + 4
 
 
 def num_parameters(config: ModelConfig) -> int:

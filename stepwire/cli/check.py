@@ -9,6 +9,7 @@ from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError
 from loader.hf_config import DTYPES
 from loader.inspection import Wish, inspect_checkpoint
+from loader.needs import KV_CACHE_DTYPES
 from loader.quantised.roundings import ROUNDINGS
 from loader.sources.resolve import resolve
 from stepwire.cli.check_output import print_inspection, print_inspection_json, print_refusal
@@ -40,6 +41,9 @@ def _size(text: str) -> int:
 @click.option(
     "--quantize", type=click.Choice(["none", *ROUNDINGS]), default="none", help="Round weights to it as they are read."
 )
+@click.option(
+    "--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), default="auto", help="Type of keys and values in the cache."
+)
 @click.option("--max-model-len", type=click.IntRange(1), help="Longest context; by default the model's own.")
 @click.option(
     "--memory", type=_size, metavar="SIZE", help="What each rank may use for weights and KV blocks, such as 80GiB."
@@ -67,6 +71,7 @@ def check(checkpoint: str, *, as_json: bool, **options: Any) -> int:
         adapters=tuple(Path(path) for path in options["adapter"]),
         max_adapter_rank=options["max_adapter_rank"],
         rounding=None if options["quantize"] == "none" else options["quantize"],
+        kv_cache_dtype=options["kv_cache_dtype"],
     )
     try:
         with resolve(checkpoint, report=_say) as found:

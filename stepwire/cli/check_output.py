@@ -54,6 +54,7 @@ def print_inspection_json(
         "dtype": found.dtype,
         "quantisation": None if config.quantisation is None else config.quantisation.method,
         "quantize": wish.rounding,
+        "kv_cache_dtype": wish.kv_cache_dtype,
         "tied_embeddings": config.tie_word_embeddings,
         "tokenizer": found.has_tokenizer,
         "chat_template": found.has_chat_template,

@@ -110,6 +110,14 @@ def test_rounding_as_it_is_read_is_counted(capsys: pytest.CaptureFixture[str], m
     assert "held as bfloat16, rounded to int4" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_smaller_cache_is_counted(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    plain, rounded = (
+        answer(capsys, 0, model, "--kv-cache-dtype", kind)["ranks"][0]["kv_bytes_per_token"] for kind in ("auto", "fp8")
+    )
+    # Two layers, two key-value heads of 16 values in bfloat16; of eight bits, with a scale of four bytes a head.
+    assert (plain, rounded) == (2 * 2 * 2 * 16 * 2, 2 * 2 * 2 * (16 + 4))
+
+
 def test_a_quantised_checkpoint_without_a_scale_is_not_usable(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -173,6 +181,7 @@ def test_an_adapter_that_does_not_fit_exits_with_1(
         (("--memory", "9" * 400), "80GiB"),
         (("--dtype", "int3"), "bfloat16"),
         (("--quantize", "int3"), "int4"),
+        (("--kv-cache-dtype", "int4"), "fp8"),
         (("--block-size", "257"), "--block-size"),
         (("--max-model-len", "0"), "--max-model-len"),
     ],
