@@ -316,6 +316,7 @@ def start_plan(settings: SchedulerSettings, checkpoint: Checkpoint, path: str) -
         model_path=path,
         dtype=settings.dtype,
         quantize=settings.quantize,
+        kv_cache_dtype=settings.kv_cache_dtype,
         fingerprint=checkpoint.fingerprint,
         architecture=config.architecture,
         vocab_size=config.vocab_size,

@@ -70,6 +70,9 @@ class SchedulerSettings(BaseModel):
     quantize: Literal["none", "int8", "int4", "fp8"] = Field(
         default="none", description="What to quantise the weights of an unquantised checkpoint to while they are read."
     )
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
+        default="auto", description="Type of keys and values in the cache; auto takes that of the model."
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=1,

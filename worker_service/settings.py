@@ -33,6 +33,10 @@ class WorkerSettings(BaseModel):
         True,
         description="On a CPU, compute with kernels compiled for it, and not plain torch, where they know the model.",
     )
+    cuda_graphs: bool = Field(
+        True,
+        description="On CUDA, record steps of one token a sequence at the warm-up, and replay them.",
+    )
     memory_fraction: float = Field(
         0.9, gt=0.0, le=1.0, description="Part of the device's memory that this process may use."
     )

@@ -50,6 +50,7 @@ class FlightFacts:
     fingerprint: str = ""
     dtype: str = "auto"
     quantize: str = "none"
+    kv_cache_dtype: str = "auto"
     block_size: int = 0
     num_blocks: int = 0
     max_model_len: int = 0
@@ -64,6 +65,7 @@ class FlightFacts:
             fingerprint=plan.fingerprint,
             dtype=plan.dtype,
             quantize=plan.quantize,
+            kv_cache_dtype=plan.kv_cache_dtype,
             block_size=plan.block_size,
             num_blocks=started.num_blocks,
             max_model_len=started.max_model_len,

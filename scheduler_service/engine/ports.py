@@ -219,8 +219,11 @@ class WorkerPort(Protocol):
         """Takes it into an epoch, on a device. The ranks of a group meet at `rendezvous`; rank 0 says where when it is
         called with ""."""
 
-    def load_model(self, epoch: int, path: str, dtype: str, quantize: str) -> AsyncIterator[LoadProgress]:
-        """Loads its shard of the model, quantised to `quantize` unless that is "none"."""
+    def load_model(
+        self, epoch: int, path: str, dtype: str, quantize: str, kv_cache_dtype: str
+    ) -> AsyncIterator[LoadProgress]:
+        """Loads its shard of the model, quantised to `quantize` unless that is "none"; its cache is to hold values of
+        `kv_cache_dtype`, of the model's own type where that is "auto"."""
 
     async def determine_available_memory(self, epoch: int, max_step_tokens: int, max_sequences: int) -> MemoryReport:
         """Measures what the KV cache may use."""

@@ -55,6 +55,7 @@ class StartPlan:
     fit_max_model_len: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,8 @@ class GroupStarter:
     async def _load(self, rank: Rank, report: ProgressReport) -> LoadSummary:
         summary: LoadSummary | None = None
         plan = self._plan
-        async for progress in rank.port.load_model(self._epoch, plan.model_path, plan.dtype, plan.quantize):
+        types = (plan.dtype, plan.quantize, plan.kv_cache_dtype)
+        async for progress in rank.port.load_model(self._epoch, plan.model_path, *types):
             report.update(rank.rank, progress.stage, progress.loaded_bytes, progress.total_bytes)
             summary = progress.summary or summary
         if summary is None:

@@ -28,6 +28,7 @@ def recording(recorder: FlightRecorder, epoch: int, reason: str) -> pb.FlightRec
         fingerprint=facts.fingerprint,
         dtype=facts.dtype,
         quantize=facts.quantize,
+        kv_cache_dtype=facts.kv_cache_dtype,
         block_size=facts.block_size,
         block_count=facts.num_blocks,
         max_model_len=facts.max_model_len,

@@ -110,9 +110,14 @@ class WorkerClient:
             response.rendezvous,
         )
 
-    async def load_model(self, epoch: int, path: str, dtype: str, quantize: str) -> AsyncIterator[LoadProgress]:
-        """Loads its shard of the model, quantised to `quantize` unless that is "none"."""
-        request = pb.LoadModelRequest(epoch=epoch, model_path=path, dtype=dtype, quantize=quantize)
+    async def load_model(
+        self, epoch: int, path: str, dtype: str, quantize: str, kv_cache_dtype: str
+    ) -> AsyncIterator[LoadProgress]:
+        """Loads its shard of the model, quantised to `quantize` unless that is "none"; its cache is to hold values of
+        `kv_cache_dtype`, of the model's own type where that is "auto"."""
+        request = pb.LoadModelRequest(
+            epoch=epoch, model_path=path, dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype
+        )
         async for response in self._streamed("LoadModel", self._stub.LoadModel, request, _LOAD_TIMEOUT_S):
             summary = load_summary(response.summary) if response.HasField("summary") else None
             yield LoadProgress(response.stage, response.loaded_bytes, response.total_bytes, summary)

@@ -133,6 +133,8 @@ async def _replay(job: _Job, address: str, key: str | None) -> "ReplayReport":
         model_path=model,
         dtype=header.dtype,
         quantize=header.quantize,
+        # Recordings of older versions name none.
+        kv_cache_dtype=header.kv_cache_dtype or "auto",
         fingerprint=checkpoint.fingerprint,
         architecture=checkpoint.config.architecture,
         vocab_size=checkpoint.config.vocab_size,

@@ -37,6 +37,7 @@ SERVE = SettingsGroup(
                 "device",
                 "threads",
                 "native_kernels",
+                "cuda_graphs",
                 "memory_fraction",
                 "memory_limit_bytes",
                 "kv_cache_bytes",

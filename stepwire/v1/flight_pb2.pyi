@@ -149,6 +149,7 @@ class FlightHeader(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     WRITTEN_UNIX_NS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
     """Path of the checkpoint on the workers' hosts."""
     fingerprint: _builtins.str
@@ -175,6 +176,8 @@ class FlightHeader(_message.Message):
     """When they were written, in nanoseconds since the Unix epoch."""
     version: _builtins.str
     """The scheduler's version."""
+    kv_cache_dtype: _builtins.str
+    """See LoadModelRequest."""
     def __init__(
         self,
         *,
@@ -191,10 +194,11 @@ class FlightHeader(_message.Message):
         reason: _builtins.str = ...,
         written_unix_ns: _builtins.int = ...,
         version: _builtins.str = ...,
+        kv_cache_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "max_sequence_count", b"max_sequence_count", "max_step_token_count", b"max_step_token_count", "model_path", b"model_path", "quantize", b"quantize", "reason", b"reason", "version", b"version", "written_unix_ns", b"written_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "max_sequence_count", b"max_sequence_count", "max_step_token_count", b"max_step_token_count", "model_path", b"model_path", "quantize", b"quantize", "reason", b"reason", "version", b"version", "written_unix_ns", b"written_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

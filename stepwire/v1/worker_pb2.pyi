@@ -185,6 +185,7 @@ class LoadModelRequest(_message.Message):
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     QUANTIZE_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch."""
     model_path: _builtins.str
@@ -193,6 +194,8 @@ class LoadModelRequest(_message.Message):
     """Type of the weights in memory: "auto", "float32", "bfloat16" or "float16"."""
     quantize: _builtins.str
     """What to quantise the weights of an unquantised checkpoint to: "none", "int8", "int4" or "fp8". Empty for "none"."""
+    kv_cache_dtype: _builtins.str
+    """Type of keys and values in the cache: "auto" for that of the model, "int8" or "fp8". Empty for "auto"."""
     def __init__(
         self,
         *,
@@ -200,10 +203,11 @@ class LoadModelRequest(_message.Message):
         model_path: _builtins.str = ...,
         dtype: _builtins.str = ...,
         quantize: _builtins.str = ...,
+        kv_cache_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "epoch", b"epoch", "model_path", b"model_path", "quantize", b"quantize"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "epoch", b"epoch", "kv_cache_dtype", b"kv_cache_dtype", "model_path", b"model_path", "quantize", b"quantize"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

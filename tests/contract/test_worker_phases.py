@@ -119,7 +119,7 @@ async def test_repeats_are_answered_at_once() -> None:
         assert len(messages) == 1
         assert messages[0].summary.already_loaded
         assert (await worker.load_model(dtype="float32"))[-1].summary.already_loaded
-        assert (await worker.load_model(quantize="none"))[-1].summary.already_loaded
+        assert (await worker.load_model(quantize="none", kv="auto"))[-1].summary.already_loaded
         assert (await worker.measure()).available_bytes == 1 << 20
         assert (await worker.initialize_cache()).cache_bytes == 32 * 16 * 64
         done = await worker.warm_up()
@@ -135,6 +135,7 @@ async def test_a_repeat_with_other_arguments_is_refused() -> None:
             worker.load_model(path="/models/other"),
             worker.load_model(dtype="bfloat16"),
             worker.load_model(quantize="int8"),
+            worker.load_model(kv="int8"),
             worker.measure(tokens=32),
             worker.initialize_cache(blocks=16),
             worker.warm_up(tokens=32),
@@ -384,6 +385,7 @@ async def test_absurd_numbers_are_refused_by_name() -> None:
         await worker.init_device()
         assert (await refused(worker.load_model(dtype="int3"))).metadata["field"] == "dtype"
         assert (await refused(worker.load_model(quantize="int3"))).metadata["field"] == "quantize"
+        assert (await refused(worker.load_model(kv="int3"))).metadata["field"] == "kv_cache_dtype"
         for path in ("", "a\0b", "x" * 5000):
             assert (await refused(worker.load_model(path=path))).metadata["field"] == "model_path"
         await worker.load_model()

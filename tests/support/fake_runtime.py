@@ -120,6 +120,7 @@ class FakeRuntime:
         progress: Callable[[str, int, int], None],
         cancelled: Callable[[], bool],
         quantize: str = "none",
+        kv_cache_dtype: str = "auto",
     ) -> LoadSummary:
         progress("read", 0, self.total_bytes)
         self.calls.append("load_model")

@@ -8,6 +8,7 @@ class Settings:
     """One thread, plain torch and no adapters unless said otherwise."""
 
     native_kernels: bool = False
+    cuda_graphs: bool = True
     device: str = "cpu"
     threads: int | None = 1
     memory_fraction: float = 0.9

@@ -16,7 +16,7 @@ from loader.quantised.roundings import Rounding
 from loader.shares import RankPlace
 from worker_service.models.decoder import Decoder
 from worker_service.models.registry import build_model
-from worker_service.runtime.executor import TorchExecutor
+from worker_service.runtime.executor import Paging, TorchExecutor
 from worker_service.runtime.grammars import GrammarStore
 from worker_service.runtime.kv_cache import CacheShape, KvCache
 from worker_service.runtime.native import NativeExecutor
@@ -54,12 +54,15 @@ def make_runner(
     block_size: int = 4,
     max_model_len: int = 256,
     grammars: GrammarStore | None = None,
+    stored: torch.dtype | None = None,
+    paging: Paging | None = None,
 ) -> tuple[ModelRunner, KvCache]:
-    """A runner with a float32 cache of its own."""
+    """A runner with a float32 cache of its own, whose values are rounded to `stored` where that is given."""
     model.prepare(max_model_len, dtype=torch.float32, device=CPU)
-    shape = CacheShape(len(model.layers), model.num_kv_heads, model.config.head_dim, torch.float32)
-    cache = KvCache(shape, num_blocks, block_size, CPU)
-    executor = TorchExecutor(model, cache, max_model_len=max_model_len, device=CPU)
+    shape = CacheShape(len(model.layers), model.num_kv_heads, model.config.head_dim, torch.float32, stored)
+    cache = KvCache(shape, num_blocks, block_size, CPU, num_spare=int(paging is not None))
+    executor = TorchExecutor(model, cache, max_model_len=max_model_len, device=CPU, paging=paging)
+    executor.prepare_decodes(16)
     return ModelRunner(executor, max_model_len=max_model_len, grammars=grammars), cache
 
 

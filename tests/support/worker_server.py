@@ -40,9 +40,9 @@ class RunningWorker:
         return await self.stub.InitDevice(request, timeout=TIMEOUT_S)
 
     async def load_model(
-        self, epoch: int = 1, path: str = MODEL, dtype: str = "auto", quantize: str = ""
+        self, epoch: int = 1, path: str = MODEL, dtype: str = "auto", quantize: str = "", kv: str = ""
     ) -> list[pb.LoadModelResponse]:
-        request = pb.LoadModelRequest(epoch=epoch, model_path=path, dtype=dtype, quantize=quantize)
+        request = pb.LoadModelRequest(epoch=epoch, model_path=path, dtype=dtype, quantize=quantize, kv_cache_dtype=kv)
         return [message async for message in self.stub.LoadModel(request, timeout=TIMEOUT_S)]
 
     async def measure(self, epoch: int = 1, tokens: int = 64, sequences: int = 8) -> Any:

@@ -47,12 +47,19 @@ Tensors = dict[str, torch.Tensor]
 _log = structlog.stdlib.get_logger(__name__)
 
 
-def computes(config: ModelConfig, place: RankPlace, dtype: torch.dtype, rounding: Rounding | None = None) -> bool:
+def computes(
+    config: ModelConfig,
+    place: RankPlace,
+    dtype: torch.dtype,
+    rounding: Rounding | None = None,
+    stored: torch.dtype | None = None,
+) -> bool:
     """Whether the kernels compute this rank's part: all of a dense decoder, in a type and in sizes that they have,
-    its weights unquantised or integers."""
+    its weights, and what is `stored` in the cache, unquantised or integers."""
     schemes = () if config.quantisation is None else config.quantisation.schemes.values()
     return (
         dtype in DTYPES
+        and stored in (None, torch.int8)
         and config.family != "transformers"
         and config.experts is None
         and rounding != "fp8"

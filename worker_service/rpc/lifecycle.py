@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import structlog
 from opentelemetry.trace import Tracer
 
+from loader.needs import KV_CACHE_DTYPES
 from loader.quantised.roundings import ROUNDINGS
 from loader.shares import RankPlace
 from stepwire.rpc.errors import StepwireError
@@ -92,13 +93,21 @@ class Lifecycle:
         return await self._change(self._init_device(epoch, scheduler_id, place, rendezvous))
 
     async def load_model(
-        self, epoch: int, model_path: str, dtype: str, progress: LoadProgress, *, quantize: str = "none"
+        self,
+        epoch: int,
+        model_path: str,
+        dtype: str,
+        progress: LoadProgress,
+        *,
+        quantize: str = "none",
+        kv_cache_dtype: str = "auto",
     ) -> LoadSummary:
         """INITIALISED → LOADED. Setting `progress.cancel_reason` stops it and leaves the phase as it was."""
         _check_choice("dtype", dtype, DTYPES)
         _check_choice("quantize", quantize, QUANTIZE)
+        _check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
         self._loads.add(progress)
-        return await self._change(self._load_model(epoch, model_path, dtype, quantize, progress))
+        return await self._change(self._load_model(epoch, model_path, (dtype, quantize, kv_cache_dtype), progress))
 
     async def determine_available_memory(self, epoch: int, max_step_tokens: int, max_sequences: int) -> MemoryReport:
         """Measures in LOADED; answers what was measured in later phases."""
@@ -234,20 +243,20 @@ class Lifecycle:
         return device
 
     async def _load_model(
-        self, epoch: int, model_path: str, dtype: str, quantize: str, progress: LoadProgress
+        self, epoch: int, model_path: str, types: tuple[str, str, str], progress: LoadProgress
     ) -> LoadSummary:
         state = self.state
         try:
             state.require_epoch(epoch)
             path = await asyncio.to_thread(self._roots.resolve, model_path)
-            if state.loaded is not None and await self._is_held(state.loaded, path, dtype, quantize):
+            if state.loaded is not None and await self._is_held(state.loaded, path, types):
                 return replace(state.loaded.summary, already_loaded=True)
             state.require_phase("LoadModel", Phase.INITIALISED)
-            load = partial(_load_runtime, path=path, dtype=dtype, quantize=quantize, progress=progress)
+            load = partial(_load_runtime, path=path, types=types, progress=progress)
             summary = await self._device.run(load)
         finally:
             self._loads.discard(progress)
-        state.loaded, state.measured = Loaded(dtype, quantize, summary), None
+        state.loaded, state.measured = Loaded(*types, summary), None
         _log.info(
             "model_loaded",
             model_path=str(path),
@@ -261,8 +270,9 @@ class Lifecycle:
         await self._enter(Phase.LOADED)
         return summary
 
-    async def _is_held(self, loaded: Loaded, path: Path, dtype: str, quantize: str) -> bool:
-        if dtype not in (loaded.dtype, loaded.summary.dtype) or quantize != loaded.quantize:
+    async def _is_held(self, loaded: Loaded, path: Path, types: tuple[str, str, str]) -> bool:
+        dtype, *others = types
+        if dtype not in (loaded.dtype, loaded.summary.dtype) or others != [loaded.quantize, loaded.kv_cache_dtype]:
             return False
         return await asyncio.to_thread(self._fingerprint_of, path) == loaded.summary.fingerprint
 
@@ -372,9 +382,10 @@ def _reset_runtime(runtime: Runtime, to: Phase) -> None:
     runtime.reset(to)
 
 
-def _load_runtime(runtime: Runtime, path: Path, dtype: str, quantize: str, progress: LoadProgress) -> LoadSummary:
+def _load_runtime(runtime: Runtime, path: Path, types: tuple[str, str, str], progress: LoadProgress) -> LoadSummary:
+    dtype, quantize, kv_cache_dtype = types
     with load_errors(progress):
-        return runtime.load_model(path, dtype, progress.report, progress.is_cancelled, quantize)
+        return runtime.load_model(path, dtype, progress.report, progress.is_cancelled, quantize, kv_cache_dtype)
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

@@ -63,6 +63,7 @@ class Runtime(Protocol):
         progress: Callable[[str, int, int], None],
         cancelled: Callable[[], bool],
         quantize: str = "none",
+        kv_cache_dtype: str = "auto",
     ) -> LoadSummary:
         """Loads this rank's shard. `progress(phase, done_bytes, total_bytes)` may be called very often."""
         ...

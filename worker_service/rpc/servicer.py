@@ -80,7 +80,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         progress = LoadProgress()
         load = asyncio.create_task(
             self._lifecycle.load_model(
-                request.epoch, request.model_path, request.dtype, progress, quantize=request.quantize or "none"
+                request.epoch,
+                request.model_path,
+                request.dtype,
+                progress,
+                quantize=request.quantize or "none",
+                kv_cache_dtype=request.kv_cache_dtype or "auto",
             )
         )
         with self._call():

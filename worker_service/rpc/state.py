@@ -40,6 +40,7 @@ class Loaded:
 
     dtype: str
     quantize: str
+    kv_cache_dtype: str
     summary: LoadSummary
 
 

@@ -81,7 +81,7 @@ class AttentionPlanner:
         self.scores = tuple(scores) or (Scores(cache.shape.head_dim**-0.5),) * cache.shape.num_layers
         self._distinct_windows = tuple(set(self.windows))
         shape = cache.shape
-        self._max_group_tokens = max(1, GATHER_BYTES // (shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize))
+        self._max_group_tokens = max(1, GATHER_BYTES // (shape.num_kv_heads * shape.head_dim * shape.gathered_bytes))
         self._causal: dict[int | None, torch.Tensor] = {}
 
     def plan(self, slots: IntArray, counts: IntArray, computed: IntArray, tables: IntArray) -> AttentionPlan:
@@ -162,7 +162,7 @@ class PagedAttention:
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Writes key and value to the cache, then attends. See models.decoder.Attention for the shapes."""
         plan = self._plan
-        self._cache.write(layer, plan.slot_rows, key, value)
+        key, value = self._cache.write(layer, plan.slot_rows, key, value)
         if not plan.prefill and len(plan.decode) == 1:
             return self._decode(layer, plan.decode[0], query)
         output = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
@@ -247,7 +247,7 @@ def capped(products: torch.Tensor, scale: float, softcap: float) -> torch.Tensor
 
 def gather_bytes(shape: CacheShape, num_tokens: int) -> int:
     """Most bytes that gathering keys, or values, takes when contexts are up to `num_tokens` long."""
-    return max(GATHER_BYTES, num_tokens * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize)
+    return max(GATHER_BYTES, num_tokens * shape.num_kv_heads * shape.head_dim * shape.gathered_bytes)
 
 
 def split_decodes(lengths: IntArray, max_tokens: int) -> list[tuple[int, int]]:

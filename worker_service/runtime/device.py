@@ -9,6 +9,7 @@ import torch
 
 from loader.cpu import cpu_flags
 from loader.quantised.roundings import ROUNDINGS, Rounding
+from worker_service.kernels.kv_rounding import KV_DTYPES
 from worker_service.runtime.errors import RuntimeFailure
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -77,6 +78,19 @@ def choose_rounding(requested: str) -> Rounding | None:
             return rounding
     message = f"quantize {requested!r} is not one of none, {', '.join(ROUNDINGS)}"
     raise RuntimeFailure("invalid", message, {"quantize": requested})
+
+
+def choose_kv_dtype(requested: str) -> torch.dtype | None:
+    """What keys and values are rounded to in the cache; None for the model's own type.
+
+    Raises RuntimeFailure "invalid" for a name that is not one of "auto", "int8", "fp8".
+    """
+    if requested == "auto":
+        return None
+    if requested in KV_DTYPES:
+        return KV_DTYPES[requested]
+    message = f"kv_cache_dtype {requested!r} is not one of auto, {', '.join(KV_DTYPES)}"
+    raise RuntimeFailure("invalid", message, {"kv_cache_dtype": requested})
 
 
 def choose_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:

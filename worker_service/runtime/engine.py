@@ -8,10 +8,13 @@ import torch
 from loader.adapters.load import LoraFactors
 from loader.config import ModelConfig
 from loader.shares import RankPlace
+from worker_service.kernels.paged.choose import Trial, choose_kernel
+from worker_service.kernels.paged.problem import Rule
 from worker_service.models.lora import AdapterFactors, Factors
 from worker_service.models.registry import build_model
 from worker_service.runtime.adapters import PackedAdapter
-from worker_service.runtime.executor import Executor, TorchExecutor, context_bytes
+from worker_service.runtime.decode_graphs import CudaRecorder
+from worker_service.runtime.executor import Executor, Paging, TorchExecutor, context_bytes
 from worker_service.runtime.group import RankGroup
 from worker_service.runtime.held_tensors import replace_tensors
 from worker_service.runtime.kv_cache import CacheShape, KvCache
@@ -77,8 +80,12 @@ class TorchEngine:
         dtype: torch.dtype,
         device: torch.device,
         group: RankGroup | None = None,
+        *,
+        stored: torch.dtype | None = None,
+        records: bool = True,
     ) -> None:
-        """`group` is that of the place, where it is not the only one.
+        """`group` is that of the place, where it is not the only one. Keys and values are rounded to `stored`, where
+        that is given. On CUDA, decodes are recorded as graphs where that can be and `records` allows.
 
         Raises CheckpointError for a config that is not computed, ValueError for one that cannot be split.
         """
@@ -86,6 +93,8 @@ class TorchEngine:
         self._dtype = dtype
         self._device = device
         self._group = group if place.num_ranks > 1 else None
+        self._stored = stored
+        self._records = records
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -95,7 +104,7 @@ class TorchEngine:
     @property
     def _shape(self) -> CacheShape:
         model = self._model
-        return CacheShape(len(model.layers), model.num_kv_heads, model.config.head_dim, self._dtype)
+        return CacheShape(len(model.layers), model.num_kv_heads, model.config.head_dim, self._dtype, self._stored)
 
     def pack(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors as they are: what oneDNN packs can be neither stored nor mapped."""
@@ -109,11 +118,43 @@ class TorchEngine:
 
     def executor(self, num_blocks: int, block_size: int, max_model_len: int) -> Executor:
         """See Engine."""
-        cache = KvCache(self._shape, num_blocks, block_size, self._device)
+        paging = self._paging(block_size) if self._device.type == "cuda" else None
+        num_spare = int(paging is not None and paging.recorder is not None)
+        cache = KvCache(self._shape, num_blocks, block_size, self._device, num_spare=num_spare)
         self._model.prepare(max_model_len, dtype=self._dtype, device=self._device)
         return TorchExecutor(
-            self._model, cache, max_model_len=max_model_len, device=self._device, dtype=self._dtype, group=self._group
+            self._model,
+            cache,
+            max_model_len=max_model_len,
+            device=self._device,
+            dtype=self._dtype,
+            group=self._group,
+            paging=paging,
         )
+
+    def _paging(self, block_size: int) -> Paging | None:
+        model, shape = self._model, self._shape
+        config = model.config
+        rules = {Rule(how, window) for how, window in zip(model.scores, model.windows, strict=True)}
+        share = config.num_heads // config.num_kv_heads
+        kernel = choose_kernel(
+            Trial(
+                num_heads=share * shape.num_kv_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                block_size=block_size,
+                dtype=shape.dtype,
+                device=self._device,
+                stored=shape.stored,
+                rules=tuple(rules),
+            )
+        )
+        if kernel is None:
+            return None
+        # A mixture asks the device which experts were chosen, others' definitions whatever they like, and collectives
+        # wait for other ranks.
+        can_record = config.experts is None and config.family != "transformers" and self._group is None
+        return Paging(kernel, CudaRecorder(self._device) if self._records and can_record else None)
 
     def pack_adapter(self, factors: Mapping[str, LoraFactors]) -> PackedAdapter:
         """See Engine."""

@@ -1,20 +1,25 @@
 """A model with its KV cache, as the runner uses them: a packed batch in, what to sample from out."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from worker_service.kernels.paged.problem import PagedKernel
+from worker_service.models.decoder import Attention
 from worker_service.models.lora import AdapterFactors, RowAdapters
 from worker_service.models.model import Model
 from worker_service.profiled import part
 from worker_service.runtime.adapters import ResidentAdapter
 from worker_service.runtime.attention import TILE, AttentionPlanner, PagedAttention, gather_bytes
 from worker_service.runtime.batch import StepBatch
+from worker_service.runtime.decode_graphs import DecodeGraphs, DecodeInputs, Recorder
 from worker_service.runtime.group import RankGroup
 from worker_service.runtime.kv_cache import CacheShape, KvCache
+from worker_service.runtime.paged_attention import KernelPlanner
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -56,6 +61,13 @@ class Executor(Protocol):
         """Bytes of the KV tensors."""
         ...
 
+    def prepare_decodes(self, max_sequences: int) -> int:
+        """Makes ready for steps of one token for each of up to so many sequences.
+
+        Answers the bytes that the device's driver keeps for it, which nobody else counts.
+        """
+        ...
+
     def take_blocks(self, block_ids: Sequence[IntArray]) -> None:
         """Makes blocks ready for sequences that begin to write them."""
         ...
@@ -77,6 +89,15 @@ class Executor(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """What attends to keys and values where they lie. With a recorder, decodes are recorded: then the cache has a spare
+    block, and the model asks the device for nothing."""
+
+    kernel: PagedKernel
+    recorder: Recorder | None = None
+
+
 class TorchExecutor:
     """A decoder of plain torch operators, on any device."""
 
@@ -94,7 +115,9 @@ class TorchExecutor:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         group: RankGroup | None = None,
+        paging: Paging | None = None,
     ) -> None:
+        """Without `paging` keys and values are gathered before attention reads them."""
         self._model = model
         self._cache = cache
         self._dtype = dtype
@@ -104,7 +127,32 @@ class TorchExecutor:
         self.num_blocks, self.block_size, self.cache_bytes = cache.num_blocks, cache.block_size, cache.num_bytes
         # A window that no context outgrows is none.
         windows = [w if w is not None and w < max_model_len else None for w in model.windows]
-        self._planner = AttentionPlanner(cache, device, windows, model.scores)
+        self._planner: AttentionPlanner | KernelPlanner
+        self._graphs: DecodeGraphs | None = None
+        if paging is None:
+            self._planner = AttentionPlanner(cache, device, windows, model.scores)
+            return
+        self._planner = planner = KernelPlanner(
+            cache, paging.kernel, windows, model.scores, max_model_len=max_model_len, device=device
+        )
+        if paging.recorder is None:
+            return
+
+        def decode(inputs: DecodeInputs) -> torch.Tensor:
+            attention = planner.plan_decodes(inputs.positions, inputs.tables)
+            return model.forward(inputs.token_ids, inputs.positions, attention)
+
+        self._graphs = DecodeGraphs(
+            decode,
+            paging.recorder,
+            spare_block=cache.num_blocks,
+            table_width=-(-max_model_len // cache.block_size),
+            device=device,
+        )
+
+    def prepare_decodes(self, max_sequences: int) -> int:
+        """Records them, where they are recorded at all."""
+        return 0 if self._graphs is None else self._graphs.prepare(max_sequences)
 
     def take_blocks(self, block_ids: Sequence[IntArray]) -> None:
         """Clears them; see KvCache."""
@@ -112,10 +160,11 @@ class TorchExecutor:
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """See Executor."""
-        plan = self._planner.plan(batch.slots, batch.counts, batch.computed, batch.tables)
-        attention = PagedAttention(self._cache, self._planner, plan)
-        adapters = self._row_adapters(batch) if batch.adapters else None
-        hidden = self._model.forward(self._input(batch), self._tensor(batch.positions), attention, adapters)
+        hidden = None if self._graphs is None else self._graphs.run(batch)
+        if hidden is None:
+            adapters = self._row_adapters(batch) if batch.adapters else None
+            positions, attention = self._tensor(batch.positions), self._attention(batch)
+            hidden = self._model.forward(self._input(batch), positions, attention, adapters)
         if self.group is not None and not self._model.rank_place.is_last_stage:
             self.group.send_hidden(hidden)
             return hidden
@@ -134,6 +183,12 @@ class TorchExecutor:
         """See Executor."""
         peaks, token_ids = self.logits(hidden).max(-1)
         return token_ids.cpu().numpy(), torch.isfinite(peaks).cpu().numpy()
+
+    def _attention(self, batch: StepBatch) -> Attention:
+        if isinstance(self._planner, KernelPlanner):
+            return self._planner.plan(batch)
+        plan = self._planner.plan(batch.slots, batch.counts, batch.computed, batch.tables)
+        return PagedAttention(self._cache, self._planner, plan)
 
     def _row_adapters(self, batch: StepBatch) -> RowAdapters:
         numbers: dict[ResidentAdapter, int] = {}

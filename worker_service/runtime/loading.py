@@ -62,13 +62,15 @@ class LoadPhases:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Whose weights are to be loaded, in which type and where, and what those that are not quantised are rounded to."""
+    """Whose weights are to be loaded, in which type and where, and what those that are not quantised are rounded to,
+    and keys and values to `stored`."""
 
     checkpoint: Checkpoint
     place: RankPlace
     dtype: torch.dtype
     device: torch.device
     rounding: Rounding | None = None
+    stored: torch.dtype | None = None
 
     @property
     def is_quantised(self) -> bool:

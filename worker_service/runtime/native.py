@@ -53,9 +53,13 @@ class NativeEngine:
         pool: native.Pool,
         place: RankPlace = _ALONE,
         group: RankGroup | None = None,
+        *,
+        stored: torch.dtype | None = None,
     ) -> None:
-        """`group` is that of the place, where it is not the only one."""
+        """`group` is that of the place, where it is not the only one. Keys and values are rounded to `stored`, int8,
+        where that is given."""
         self._config = config
+        self._stored = stored
         self._part = part_of(config, place)
         self._group = group
         self._dtype = dtype
@@ -105,7 +109,9 @@ class NativeEngine:
 
     def _cache_layout(self, num_blocks: int, block_size: int) -> KvLayout:
         part, head_dim = self._part, self._config.head_dim
-        return KvLayout(num_blocks, len(part.layers), part.num_kv_heads, block_size, head_dim, self._dtype)
+        return KvLayout(
+            num_blocks, len(part.layers), part.num_kv_heads, block_size, head_dim, self._dtype, self._stored
+        )
 
 
 def new_decoder(pool: native.Pool, spec: DecoderSpec, layout: KvLayout) -> native.Decoder:
@@ -134,6 +140,10 @@ class NativeExecutor:
         self.num_blocks, self.block_size, self.cache_bytes = layout.num_blocks, layout.block_size, layout.num_bytes
         self.token_cost = max(_TOKEN_COSTS[_bits_of(layer.down)] for layer in spec.layers)
         self._decoder = new_decoder(pool, spec, layout)
+
+    def prepare_decodes(self, max_sequences: int) -> int:  # noqa: ARG002
+        """Nothing to do: a step is one call as it is."""
+        return 0
 
     def take_blocks(self, block_ids: Sequence[IntArray]) -> None:
         """Nothing to do: what an earlier owner left in a block is never read."""

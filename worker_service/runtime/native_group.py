@@ -78,6 +78,10 @@ class NativeGroupExecutor:
         self._part = part
         self._is_split = part.place.tensor_parallel_size > 1
 
+    def prepare_decodes(self, max_sequences: int) -> int:  # noqa: ARG002
+        """Nothing to do: a step is one call as it is."""
+        return 0
+
     def take_blocks(self, block_ids: Sequence[IntArray]) -> None:
         """Nothing to do: what an earlier owner left in a block is never read."""
 

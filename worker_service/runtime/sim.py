@@ -140,13 +140,17 @@ class SimRuntime:
         progress: Callable[[str, int, int], None],
         cancelled: Callable[[], bool],
         quantize: str = "none",
+        kv_cache_dtype: str = "auto",
     ) -> LoadSummary:
         """Reads headers and tokenizer. Raises CheckpointError, LoadCancelled, and RuntimeFailure "out_of_memory", or
-        "unsupported" for weights that are to be quantised: the cost model knows only those of the checkpoint."""
+        "unsupported" for weights or a cache that are to be quantised: the cost model knows none."""
         begin = time.perf_counter_ns()
         progress("inspect", 0, 0)
         if quantize != "none":
             raise RuntimeFailure("unsupported", f"a simulated device does not quantize to {quantize}; leave it out")
+        if kv_cache_dtype != "auto":
+            message = f"a simulated device has no KV cache of {kv_cache_dtype}; leave kv_cache_dtype out"
+            raise RuntimeFailure("unsupported", message)
         checkpoint = open_checkpoint(path)
         chosen = checkpoint.config.dtype if dtype == "auto" else dtype
         held = self._loaded

@@ -18,6 +18,7 @@ class LoadSource:
     path: Path
     dtype: str
     quantize: str
+    kv_cache_dtype: str
     fingerprint: str
 
     def check(self, fingerprint: str) -> None:

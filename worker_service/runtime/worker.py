@@ -14,7 +14,14 @@ from loader.shares import RankPlace
 from worker_service.kernels.native import Pool
 from worker_service.models.native import computes
 from worker_service.runtime.allocator import allocator_report
-from worker_service.runtime.device import choose_dtype, choose_rounding, device_name, open_device, usable_cores
+from worker_service.runtime.device import (
+    choose_dtype,
+    choose_kv_dtype,
+    choose_rounding,
+    device_name,
+    open_device,
+    usable_cores,
+)
 from worker_service.runtime.dummy import decode_step, largest_lengths, num_blocks_of, prefill_step
 from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.errors import RuntimeFailure
@@ -71,6 +78,8 @@ class RuntimeSettings(MemorySettings, AdapterSettings, GroupSettings, Protocol):
     def threads(self) -> int | None: ...
     @property
     def native_kernels(self) -> bool: ...
+    @property
+    def cuda_graphs(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,7 @@ class _Loaded:
     engine: Engine
     dtype: torch.dtype
     rounding: Rounding | None
+    stored: torch.dtype | None
     weight_bytes: int
     mapped_bytes: int
     adapters: ModelAdapters
@@ -108,6 +118,7 @@ class WorkerRuntime:
         self._runner: ModelRunner | None = None
         self._profiler: StepProfiler | None = None
         self._asleep: Asleep | None = None
+        self._max_sequences = 0
 
     @property
     def num_sequences(self) -> int:
@@ -171,8 +182,10 @@ class WorkerRuntime:
         progress: Callable[[str, int, int], None],
         cancelled: Callable[[], bool],
         quantize: str = "none",
+        kv_cache_dtype: str = "auto",
     ) -> LoadSummary:
-        """Loads this rank's shard in `dtype`, "auto" for what suits the device, its weights rounded to `quantize`.
+        """Loads this rank's shard in `dtype`, "auto" for what suits the device, its weights rounded to `quantize`
+        and keys and values in its cache to `kv_cache_dtype`.
 
         `progress(phase, done_bytes, total_bytes)` is called often. Raises CheckpointError, LoadCancelled and
         RuntimeFailure "out_of_memory"; a model held before is kept only when headers tell that the new one cannot be
@@ -181,20 +194,22 @@ class WorkerRuntime:
         phases, device = LoadPhases(progress, cancelled), self._need_device()
         checkpoint = open_checkpoint(path)
         chosen = choose_dtype(dtype, checkpoint.config.dtype, device)
-        rounding = choose_rounding(quantize)
+        rounding, stored = choose_rounding(quantize), choose_kv_dtype(kv_cache_dtype)
         check_rounding(checkpoint, rounding)
         held = self._loaded
         if (
             held is not None
             and held.checkpoint.fingerprint == checkpoint.fingerprint
-            and (held.dtype, held.rounding) == (chosen, rounding)
+            and (held.dtype, held.rounding, held.stored) == (chosen, rounding, stored)
         ):
             return self._summary(held, already_loaded=True, phases=phases)
         limit_bytes = MemoryBudget.of(self._settings).limit_bytes(device)
         check_before_load(checkpoint, self._place, chosen, device, limit_bytes, rounding)
         self.reset(Phase.INITIALISED)
-        source = LoadSource(path, dtype, quantize, checkpoint.fingerprint)
-        self._loaded = loaded = self._load(LoadJob(checkpoint, self._place, chosen, device, rounding), phases, source)
+        source = LoadSource(path, dtype, quantize, kv_cache_dtype, checkpoint.fingerprint)
+        self._loaded = loaded = self._load(
+            LoadJob(checkpoint, self._place, chosen, device, rounding, stored), phases, source
+        )
         return self._summary(loaded, already_loaded=False, phases=phases)
 
     def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
@@ -208,8 +223,12 @@ class WorkerRuntime:
         longest = min(loaded.checkpoint.config.max_position_count, max_step_tokens)
         lengths = largest_lengths(max_step_tokens, max_sequences, longest)
 
+        driver_bytes = 0
+
         def largest_step() -> None:
+            nonlocal driver_bytes
             executor = loaded.engine.executor(num_blocks_of(lengths, _BLOCK_SIZE), _BLOCK_SIZE, longest)
+            driver_bytes = executor.prepare_decodes(max_sequences)
             runner = ModelRunner(executor, max_model_len=longest)
             runner.execute(prefill_step(lengths, _BLOCK_SIZE, _FULL_SAMPLING))
             runner.drop_sequences()
@@ -222,7 +241,7 @@ class WorkerRuntime:
         # Its prompts have no earlier context; a step that has needs this much more.
         activation = measured + loaded.engine.context_bytes(loaded.checkpoint.config.max_position_count)
         budget = MemoryBudget.of(self._settings)
-        activation += loaded.adapters.device_bytes
+        activation += loaded.adapters.device_bytes + driver_bytes
         return plan_cache(device, budget, weight_bytes=loaded.weight_bytes, activation_bytes=activation)
 
     def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> int:
@@ -259,6 +278,8 @@ class WorkerRuntime:
         plans = [plan for plan in plans if plan[0] and num_blocks_of(plan, cache.block_size, 1) <= cache.num_blocks]
         progress(0, len(plans))
         with self.group.left_on_failure(), explains_out_of_memory(device, "the steps of a warm-up", _LOWER_STEP):
+            cache.prepare_decodes(max_sequences)
+            self._max_sequences = max_sequences
             for done, lengths in enumerate(plans, 1):
                 runner.execute(prefill_step(lengths, cache.block_size, Sampling(), 1))
                 runner.execute(decode_step(lengths, 0))
@@ -331,6 +352,8 @@ class WorkerRuntime:
                 with explains_out_of_memory(device, "the weights", "end what holds it, or wake up later"):
                     self._loaded.engine.move_weights(device)
             self._make_cache(*asleep.sizes)
+            with explains_out_of_memory(device, "recorded steps", "end what holds it, or wake up later"):
+                self._need_executor().prepare_decodes(self._max_sequences)
         except BaseException:
             self._asleep = asleep
             raise
@@ -340,7 +363,9 @@ class WorkerRuntime:
         source = asleep.source
         # A reset on the way there must not end what sleeps.
         self._asleep = None
-        summary = self.load_model(source.path, source.dtype, _nobody_watches, cancelled, source.quantize)
+        summary = self.load_model(
+            source.path, source.dtype, _nobody_watches, cancelled, source.quantize, source.kv_cache_dtype
+        )
         loaded, self._loaded = self._need_model(), None
         loaded.grammars.close()
         source.check(summary.fingerprint)
@@ -377,9 +402,10 @@ class WorkerRuntime:
     def _make_engine(self, job: LoadJob) -> Engine:
         """The compiled kernels where they compute the model, else plain torch. Raises as TorchEngine does."""
         config = job.checkpoint.config
-        if self._pool is not None and computes(config, job.place, job.dtype, job.rounding):
-            return NativeEngine(config, job.dtype, self._pool, job.place, self.group)
-        return TorchEngine(config, job.place, job.dtype, job.device, self.group)
+        if self._pool is not None and computes(config, job.place, job.dtype, job.rounding, job.stored):
+            return NativeEngine(config, job.dtype, self._pool, job.place, self.group, stored=job.stored)
+        records = self._settings.cuda_graphs
+        return TorchEngine(config, job.place, job.dtype, job.device, self.group, stored=job.stored, records=records)
 
     def _load(self, job: LoadJob, phases: LoadPhases, source: LoadSource) -> _Loaded:
         path = job.checkpoint.path
@@ -396,6 +422,7 @@ class WorkerRuntime:
             engine,
             job.dtype,
             job.rounding,
+            job.stored,
             held.weight_bytes,
             held.mapped_bytes,
             adapters,

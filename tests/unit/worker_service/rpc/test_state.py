@@ -14,7 +14,7 @@ def ready() -> WorkerState:
         phase=Phase.READY,
         epoch=4,
         scheduler_id="s",
-        loaded=Loaded("auto", "none", SUMMARY),
+        loaded=Loaded("auto", "none", "auto", SUMMARY),
         cached=Cached(1, 16, 64, 1),
         warm=Warm(8, 2),
     )

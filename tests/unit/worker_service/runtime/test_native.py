@@ -44,13 +44,13 @@ def pool() -> Iterator[native.Pool]:
         yield pool
 
 
-def engine_of(path: Path, dtype: torch.dtype, pool: native.Pool) -> NativeEngine:
+def engine_of(path: Path, dtype: torch.dtype, pool: native.Pool, stored: torch.dtype | None = None) -> NativeEngine:
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
-    assert computes(config, RankPlace(), dtype)
+    assert computes(config, RankPlace(), dtype, stored=stored)
     wanted = weight_slices(config, RankPlace())
     tensors = load_weights(checkpoint, wanted, dtype=dtype, progress=lambda _: None, cancelled=lambda: False)
-    engine = NativeEngine(config, dtype, pool)
+    engine = NativeEngine(config, dtype, pool, stored=stored)
     assert engine.attach(engine.pack(tensors)) > 0
     assert not tensors
     return engine
@@ -111,11 +111,18 @@ def test_a_prefix_that_the_same_step_fills_is_read(tmp_path: Path, pool: native.
     assert first.output == sibling.output == reference
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.95, seed=3)])
+@pytest.mark.parametrize(
+    ("sampling", "stored"),
+    [
+        (Sampling(), None),
+        (Sampling(temperature=1.0, top_p=0.95, seed=3), None),
+        (Sampling(temperature=1.0, top_p=0.95, seed=3), torch.int8),
+    ],
+)
 def test_in_bfloat16_an_answer_does_not_depend_on_its_batch(
-    tmp_path: Path, pool: native.Pool, sampling: Sampling
+    tmp_path: Path, pool: native.Pool, sampling: Sampling, stored: torch.dtype | None
 ) -> None:
-    engine = engine_of(make_tiny_llama(tmp_path / "m"), torch.bfloat16, pool)
+    engine = engine_of(make_tiny_llama(tmp_path / "m"), torch.bfloat16, pool, stored)
     alone = {}
     for number, prompt in enumerate(prompts()):
         driver = driver_of(engine)
