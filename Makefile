@@ -79,8 +79,15 @@ bench: setup ## run the benchmarks; BENCH=ready for one
 peers: ## build the engines to compare with (heavy)
 	scripts/make_peers.sh
 
+.PHONY: gpu-wheels
+gpu-wheels: ## fetch what gpu-check needs beside torch, for a machine without a network (Python 3.12, x86-64)
+	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		--abi cp312 --abi abi3 --abi none $(patsubst %,--platform manylinux%_x86_64,_2_34 _2_31 _2_28 _2_17 2014) \
+		--platform any -d .wheels \
+		$$(sed -nE 's/^((structlog|llguidance|tokenizers|rich|attrs)==[^ ;\\]+).*/\1/p' requirements/lock.txt)
+
 .PHONY: gpu-check
-gpu-check: ## compare a CUDA device with the CPU and measure it; a dry run where there is none
+gpu-check: ## hold the CUDA paths against their references and measure them; a dry run where there is no device
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py
 
 .PHONY: lock
