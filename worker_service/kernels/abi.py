@@ -139,13 +139,13 @@ def open_library(path: Path) -> ctypes.CDLL:
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-        if result is not None:
+        if result is c_bool or name.endswith("_create"):
             function.errcheck = _checked
     return library
 
 
 def _checked(result: Any, function: Any, _arguments: Any) -> Any:
-    """What a function of the library answered: nothing, or false, where it found no memory."""
+    """What a function answered that says by nothing, or false, that it found no memory."""
     if not result:
         raise MemoryError(f"{function.__name__} of the compiled kernels found no memory, or no room for a thread")
     return result
