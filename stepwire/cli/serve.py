@@ -59,7 +59,7 @@ def _serve_found(settings: Settings, found: Resolved, started: float) -> int:
     log_dir = _log_dir(supervisor)
     specs = [
         replace(
-            worker_spec(rank, worker, log_path(log_dir, rank, scheduler)),
+            child_spec(f"worker {rank}", "worker", worker, log_path(log_dir, rank, scheduler)),
             address=scheduler.workers[rank],
             has_standby=supervisor.standby,
         )
@@ -141,14 +141,11 @@ def worker_at(settings: Settings, scheduler: SchedulerSettings, rank: int, place
 
 
 def _roots(scheduler: SchedulerSettings) -> list[str]:
-    """What workers on other machines may load from: the folders of all that the scheduler will name."""
+    """What workers off this machine may load: what the scheduler will name, and the files that its links lead to."""
     named = [scheduler.model, *scheduler.adapters.values()]
-    return list(dict.fromkeys([*(str(Path(path).parent) for path in named), *scheduler.adapter_roots]))
-
-
-def worker_spec(rank: int, values: WorkerSettings, path: Path) -> ChildSpec:
-    """How to start the worker of a rank."""
-    return child_spec(f"worker {rank}", "worker", values, path)
+    folders = [folder for path in named if (folder := Path(path)).is_dir()]
+    linked = [str(file.resolve()) for folder in folders for file in folder.iterdir() if file.is_symlink()]
+    return [*named, *linked, *scheduler.adapter_roots]
 
 
 def log_path(folder: Path, rank: int, scheduler: SchedulerSettings) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from loader.sources.resolve import Resolved
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import CommandError, SettingsError
-from stepwire.cli.serve import log_path, plan, settings_variables, worker_at, worker_spec
+from stepwire.cli.serve import child_spec, log_path, plan, settings_variables, worker_at
 from stepwire.cli.settings_options import Settings
 from stepwire.placement.place import Place
 from stepwire.supervisor.child import ChildSpec
@@ -43,7 +43,7 @@ def workers_on_ray(settings: Settings, found: Resolved) -> Iterator[tuple[Schedu
             places[rank] = place
             worker = worker_at(settings, scheduler, rank, places)
             path = log_path(Path(supervisor.log_dir), rank, scheduler)
-            spec = worker_spec(rank, worker, path)
+            spec = child_spec(f"worker {rank}", "worker", worker, path)
             return replace(spec, address=place.address, environment=_secrets(spec))
 
         yield (

@@ -155,9 +155,18 @@ def test_workers_on_other_machines_listen_there_and_may_load_what_is_named() -> 
     assert scheduler.workers == ["10.0.0.1:7", "10.0.0.2:8", "10.0.0.2:9"]
     assert [(worker.host, worker.collective_interface) for worker in workers] == [(p.host, p.host) for p in places]
     assert [worker.local_ranks for worker in workers] == [1, 2, 2]
-    assert {(worker.device, *worker.model_roots) for worker in workers} == {("cuda", "/", "/x")}
+    assert {(worker.device, *worker.model_roots) for worker in workers} == {("cuda", "/m", "/x/a")}
     assert {worker.cluster_key for worker in workers} == {scheduler.cluster_key}
     assert (supervisor.placement, supervisor.ray_strategy) == ("ray", "SPREAD")
+
+
+def test_workers_on_other_machines_may_load_what_the_links_of_a_model_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "blob").touch()
+    model = tmp_path / "snapshot"
+    model.mkdir()
+    (model / "config.json").symlink_to("../blob")
+    _, (worker,), _ = plan(given(model=str(model)), None, [Place("10.0.0.1", 7, "a")])
+    assert worker.model_roots == [str(model), str(tmp_path / "blob")]
 
 
 def test_ray_that_is_not_installed_is_told_with_how_to(
