@@ -57,7 +57,9 @@ class RankActor:
     async def wait(self) -> tuple[int, str]:
         """Waits for the worker's end: its exit status, negative for a signal, and a line that says so."""
         child = self._started
-        return await child.wait(), child.describe_end()
+        status = await child.wait()
+        child.close()
+        return status, child.describe_end()
 
     async def send(self, number: int) -> None:
         """Sends the worker a signal, unless it has ended."""
