@@ -262,8 +262,10 @@ def _measured(
         seconds.append(_seconds(partial(runner.execute, prefill_step(lengths, BLOCK_SIZE, Sampling(), num_decodes))))
     decodes = [_seconds(partial(runner.execute, decode_step(lengths, number))) for number in range(num_decodes - 1)]
     prefill, decode = seconds[1], statistics.median(decodes)
-    flops = 2 * served.weight_bytes / dtype.itemsize * batch * length / prefill
-    read = served.weight_bytes + served.executor.cache_bytes
+    # Of the embedding a few rows are read; the head is computed for the last token of a prompt alone.
+    table_bytes = config.vocab_size * config.hidden_size * dtype.itemsize
+    flops = 2 * (served.weight_bytes - 2 * table_bytes) / dtype.itemsize * batch * length / prefill
+    read = served.weight_bytes - table_bytes + served.executor.cache_bytes
     figures = {
         "prefill_tokens_per_s": batch * length / prefill,
         "of_compute": flops / peaks[1],

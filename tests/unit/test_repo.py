@@ -12,7 +12,8 @@ from stepwire.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MARKDOWN = [path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))]
-TARGETS = ["setup", "demo", "test", "test-full", "lint", "protos", "bench", "peers", "lock", "clean", "help"]
+TARGETS = ["setup", "demo", "test", "test-full", "lint", "protos", "bench", "peers", "gpu-check", "gpu-wheels", "lock"]
+TARGETS += ["clean", "help"]
 
 
 def read(name: str) -> str:

@@ -45,8 +45,8 @@ class DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A recording with its inputs: int32 [2 + width, rows] on the host and on the device. The table's entries of all
-    rows at one place lie side by side, so that those in use are one run to copy."""
+    """A recording with its inputs: int32 [2 + width, rows] on the host and on the device, in memory that all share. The
+    table's entries of all rows at one place lie side by side, so that those in use are one run to copy."""
 
     size: int
     host: torch.Tensor
@@ -57,7 +57,7 @@ class _Bucket:
 def bucket_sizes(max_sequences: int) -> list[int]:
     """Sizes of batches that are recorded, rising: close enough that little is computed for nobody."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 64)]
-    return [size for size in sizes if size < max_sequences] + ([max_sequences] if max_sequences <= 1024 else [])
+    return [size for size in sizes if size < max_sequences] + [max_sequences] * (max_sequences <= 1024)
 
 
 class DecodeGraphs:
@@ -84,8 +84,13 @@ class DecodeGraphs:
     @torch.inference_mode()
     def prepare(self, max_sequences: int) -> int:
         """Records batches of up to so many sequences; answers the bytes that the driver keeps for it."""
+        sizes = bucket_sizes(max_sequences)
+        host = torch.empty(sizes[-1] * (_TABLE + self._table_width), dtype=torch.int32)
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        inputs = torch.empty_like(host, device=self._device)
         # The largest first: the memory that it works in serves the others too.
-        self._buckets = [self._record(size) for size in reversed(bucket_sizes(max_sequences))][::-1]
+        self._buckets = [self._record(size, host, inputs) for size in reversed(sizes)][::-1]
         return self._recorder.driver_bytes()
 
     def run(self, batch: StepBatch) -> torch.Tensor | None:
@@ -106,11 +111,12 @@ class DecodeGraphs:
         bucket.recorded.replay()
         return bucket.recorded.result[:count]
 
-    def _record(self, size: int) -> _Bucket:
-        host = torch.from_numpy(self._padding(self._table_width)).repeat(size, 1).t().contiguous()
-        if self._device.type == "cuda":
-            host = host.pin_memory()
-        inputs = host.to(self._device, copy=True)
+    def _record(self, size: int, all_of_host: torch.Tensor, all_of_inputs: torch.Tensor) -> _Bucket:
+        host, inputs = (
+            whole[: size * (_TABLE + self._table_width)].view(-1, size) for whole in (all_of_host, all_of_inputs)
+        )
+        host.numpy()[:] = self._padding(self._table_width)[:, None]
+        inputs.copy_(host)
 
         def compute() -> torch.Tensor:
             tables = inputs[_TABLE:].t().contiguous()

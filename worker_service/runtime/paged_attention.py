@@ -12,8 +12,6 @@ from worker_service.models.scores import Scores
 from worker_service.runtime.batch import StepBatch
 from worker_service.runtime.kv_cache import KvCache
 
-IntArray = NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
 class _Part:

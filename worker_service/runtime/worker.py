@@ -352,8 +352,9 @@ class WorkerRuntime:
                 with explains_out_of_memory(device, "the weights", "end what holds it, or wake up later"):
                     self._loaded.engine.move_weights(device)
             self._make_cache(*asleep.sizes)
-            with explains_out_of_memory(device, "recorded steps", "end what holds it, or wake up later"):
-                self._need_executor().prepare_decodes(self._max_sequences)
+            if self._max_sequences:
+                with explains_out_of_memory(device, "recorded steps", "end what holds it, or wake up later"):
+                    self._need_executor().prepare_decodes(self._max_sequences)
         except BaseException:
             self._asleep = asleep
             raise

@@ -191,7 +191,7 @@ class TypedDecoder final : public Decoder {
     auto cache_of = [&](const Span& span, int head) {
       return HeadCache<T, E>(model_.cache, shape, number, head, batch.tables + span.sequence * batch.table_stride);
     };
-    const int kv_heads = model_.num_kv_heads;
+    const int kv_heads = model_.num_kv_heads, tasks = (int)chunk.queries.size() * kv_heads;
     pool.split((int)chunk.writes.size() * kv_heads, [&](int begin, int end) {
       for (int i = begin; i < end; ++i) {
         const Span& span = chunk.writes[i / kv_heads];
@@ -204,7 +204,6 @@ class TypedDecoder final : public Decoder {
     });
     clock_.took(thread, SW_WRITE_KV);
     const AttentionRule rule{model_.num_heads, kv_heads, model_.head_dim, layer.window, model_.scale, model_.softcap};
-    const int tasks = (int)chunk.queries.size() * kv_heads;
     auto attend_some = [&](int begin, int end) {
       for (int i = begin; i < end; ++i) {
         const Span& span = chunk.queries[i / kv_heads];
@@ -320,8 +319,7 @@ class TypedDecoder final : public Decoder {
     norm_and_rotate(from, {size, layer.rotary_half}, weight, scale, layer.cos + angles, layer.sin + angles, to);
   }
 
-  template <class E>
-  void write_keys(const SwLayer& layer, const Span& span, int kv_head, const HeadCache<T, E>& cache) const {
+  void write_keys(const SwLayer& layer, const Span& span, int kv_head, const auto& cache) const {
     alignas(64) T key[kMostHeadDim];
     for (int i = 0; i < span.count; ++i) {
       const T* token = qkv_.read()[span.first + i];
