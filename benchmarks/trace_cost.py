@@ -1,12 +1,11 @@
 """What tracing costs: processor time a token of all services, and tokens a second.
 
 Processor time is that of scheduler and worker, by the kernel's clocks of their processes, on a simulated device, so
-that nothing but the services computes. The same live processes run short blocks of requests with tracing off, on with
-no request sampled, and on with all sampled, in an order of each round's own; what is sent after a block's last token is
-counted too. `cpu_100pct` is the upper 95 % bound of the median of the rounds' ratios to the block without tracing, and
-`cpu_1pct` that of 99 parts of the second to one of the third: a request costs the same whoever else is sampled. Where
-others use the machine these bounds are wide; the figures `cpu_known_*` are what makes and sends spans takes by the
-clocks of its threads, which nothing disturbs, and without what gRPC's own threads take for an export.
+that nothing but the services computes. The same live processes run short blocks of requests with tracing off, with
+each hundredth request sampled, and with all, in an order of each round's own; what is sent after a block's last token
+is counted too. `cpu_1pct` and `cpu_100pct` are the upper 95 % bounds of the median of the rounds' ratios to the block
+without tracing. Where others use the machine these bounds are wide. The figures `cpu_known_*` are narrower: what makes
+and sends spans takes by the clocks of its threads, without what gRPC's own threads take for an export.
 
 Tokens a second are SmolLM2's at batch 16, by pairs of such blocks: `throughput_100pct`, and with a collector that does
 not exist `throughput_dead`, are the lower 95 % bounds of the pairs' ratios to the block without tracing. What a dead
@@ -22,7 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 
 from benchmarks.report import Bar, report
 from stepwire.rpc.environment import prepare_grpc
@@ -42,7 +41,7 @@ MIN_THROUGHPUT = 0.97
 OFF, DEAD = "off", "dead"
 BATCH = 16
 # Of a block; a request of a chat has about as many tokens.
-SIM_PROMPT_LEN, SIM_TOKENS, SIM_REQUESTS = 32, 128, 64
+SIM_PROMPT_LEN, SIM_TOKENS, SIM_REQUESTS = 32, 128, 48
 MODEL_PROMPT_LEN, MODEL_TOKENS = 32, 32
 ROUNDS, PAIRS = 40, 24
 QUICK = (3, 4)
@@ -96,17 +95,16 @@ def cpu_part(model: Path, num_rounds: int, figures: dict[str, object]) -> dict[s
                 continue
             for mode, block in found.items():
                 blocks[mode].append(block)
-            on, every = (found[mode].cpu_per_token_s / found[Mode.OFF].cpu_per_token_s for mode in (Mode.ON, Mode.ALL))
-            ratios["1pct"].append(0.99 * on + 0.01 * every)
-            ratios["100pct"].append(every)
+            for mode in (Mode.ONE, Mode.ALL):
+                ratios[mode.value].append(found[mode].cpu_per_token_s / found[Mode.OFF].cpu_per_token_s)
     cpu_us, tracing_us = (
-        {mode.value: median(getattr(block, name) for block in blocks[mode]) * 1e6 for mode in Mode}
+        {mode.value: mean(getattr(block, name) for block in blocks[mode]) * 1e6 for mode in Mode}
         for name in ("cpu_per_token_s", "tracing_per_token_s")
     )
-    # By the clocks of what makes and sends spans, which nothing else disturbs.
-    on_us, every_us = (tracing_us[mode.value] - tracing_us[OFF] for mode in (Mode.ON, Mode.ALL))
-    figures["cpu_known_1pct"] = round(1 + (0.99 * on_us + 0.01 * every_us) / cpu_us[OFF], 4)
-    figures["cpu_known_100pct"] = round(1 + every_us / cpu_us[OFF], 4)
+    for mode in (Mode.ONE, Mode.ALL):
+        # By the clocks of what makes and sends spans: what disturbs the rest leaves them alone.
+        known = 1 + (tracing_us[mode.value] - tracing_us[OFF]) / cpu_us[OFF]
+        figures[f"cpu_known_{mode.value}"] = round(known, 4)
     figures["cpu_us_per_token"] = {mode: round(found, 2) for mode, found in cpu_us.items()}
     figures["tracing_us_per_token"] = {mode: round(found, 2) for mode, found in tracing_us.items()}
     figures["cpu_ratio_quartiles"] = {name: _quartiles(found) for name, found in ratios.items()}

@@ -189,7 +189,7 @@ class SchedulerSettings(BaseModel):
         default=1.0, ge=0, le=1, description="Share of requests traced when the client did not decide."
     )
     trace_step_ratio: float = Field(
-        default=0.01, ge=0, le=1, description="Share of steps that get a trace of their own, linked to their requests."
+        default=0.01, ge=0, le=1, description="Share of the steps of sampled requests that get a trace of their own."
     )
     trace_slow_step: float = Field(
         default=1.0, gt=0, le=86_400, description="Seconds from which on a step is traced whatever that share is."

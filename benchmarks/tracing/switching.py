@@ -23,8 +23,8 @@ from benchmarks.tracing.switched import LEDGER, SWITCH_OFF, SWITCH_ON
 from stepwire.client import AsyncClient, Output
 from stepwire.telemetry.spans import SpanRecorder
 
-# Until the exporter has sent what is queued: it looks twice a second.
-_FLUSH_S = 0.7
+# Until the exporter has sent what is queued: it looks once a second.
+_FLUSH_S = 1.2
 _POLL_S, _TIMEOUT_S = 0.005, 300.0
 
 
@@ -32,9 +32,9 @@ class Mode(Enum):
     """How a block of requests is traced."""
 
     OFF = "off"
-    ON = "on"
-    """Tracing is on, and none of the requests is sampled: a share of their steps is."""
-    ALL = "all"
+    ONE = "1pct"
+    """Each hundredth request is sampled, counted over all such blocks."""
+    ALL = "100pct"
     """All requests are sampled."""
 
 
@@ -55,6 +55,7 @@ class Switching:
     def __init__(self, services: Services, concurrency: int, ledger: Path) -> None:
         self._services = services
         self._ledger = ledger
+        self._num_of_one = 0
         self._concurrency = concurrency
         self._runner = runner()
         self._plain, self._tracing = self._runner.run(_clients(services.target))
@@ -68,7 +69,7 @@ class Switching:
         """Runs requests, so many at once, and waits until their spans are sent."""
         spent_before = self._switch(mode)
         before, began = self._cpu_s(), time.perf_counter()
-        num_tokens = self._runner.run(self._run(prompts, max_tokens, is_sampled=mode is Mode.ALL))
+        num_tokens = self._runner.run(self._run(prompts, max_tokens, mode))
         seconds = time.perf_counter() - began
         time.sleep(_FLUSH_S)
         cpu_s = self._cpu_s() - before
@@ -94,12 +95,16 @@ class Switching:
         """Processor time of the services so far, to the nanosecond: see CPUCLOCK_SCHED in Linux's posix-timers."""
         return sum(time.clock_gettime((~pid << 3) | 2) for pid in self.pids)
 
-    async def _run(self, prompts: Sequence[Sequence[int]], max_tokens: int, *, is_sampled: bool) -> int:
+    def _is_sampled(self, mode: Mode) -> bool:
+        self._num_of_one += mode is Mode.ONE
+        return mode is Mode.ALL or (mode is Mode.ONE and self._num_of_one % 100 == 50)
+
+    async def _run(self, prompts: Sequence[Sequence[int]], max_tokens: int, mode: Mode) -> int:
         slots = asyncio.Semaphore(self._concurrency)
 
         async def one(prompt: Sequence[int]) -> int:
             async with slots:
-                if not is_sampled:
+                if not self._is_sampled(mode):
                     return await _generate(self._plain, prompt, max_tokens)
                 ids = (random.getrandbits(128) or 1, random.getrandbits(64) or 1)
                 caller = NonRecordingSpan(SpanContext(*ids, is_remote=False, trace_flags=TraceFlags(1)))

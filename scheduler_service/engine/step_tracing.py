@@ -1,8 +1,8 @@
 """What steps cost, rank by rank, and the traces of some of them.
 
 A step's trace is its own: one trace cannot be the child of the many requests in a step. It links to the sampled ones
-among them, and they link back. A share of the steps is traced, and each that is slow. Where nothing is exported a
-step costs one look here.
+among them, and they link back. A share of the steps with a sampled request is traced, and each that is slow. Where
+nothing is exported a step costs one look here.
 """
 
 import random
@@ -45,7 +45,8 @@ class StepMeter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepTraceRule:
-    """Which steps are traced: a share of them (0 to 1), and all that take longer than `slow_s` seconds."""
+    """Which steps are traced: a share (0 to 1) of those with a sampled request, and all that take longer than `slow_s`
+    seconds."""
 
     ratio: float = 0.0
     slow_s: float = float("inf")
@@ -143,7 +144,7 @@ class StepTracing:
         """A step goes to the workers. Whether it is traced, slow or not, is drawn here: then all ranks answer it."""
         self._meter.step_sent(plan)
         if self._is_on:
-            plan.is_traced = random.random() < self._rule.ratio
+            plan.is_traced = random.random() < self._rule.ratio and bool(self._sampled_members(plan))
             self._in_flight.append(_SentStep(plan, time.monotonic(), time.time_ns()))
 
     def step_written(self) -> None:

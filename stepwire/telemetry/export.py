@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 
 QUEUE_SPANS = 8192
 _BATCH_SPANS = 512
-_EXPORT_EVERY_S = 0.5
+_EXPORT_EVERY_S = 1.0
 _EXPORT_TIMEOUT_S = 1.5
 _PAUSE_S = 0.00005
 _SCOPE = "stepwire"
 
 
 class SpanExporter:
-    """A queue of at most `QUEUE_SPANS` spans, and the thread that empties it every half second.
+    """A queue of at most `QUEUE_SPANS` spans, and the thread that empties it every second.
 
     What does not fit, and what the collector does not take within its time, is dropped and counted: tracing must
     not hold a service up. One log record says when the collector is lost and one when it is back.

@@ -79,7 +79,7 @@ def test_a_slow_step_is_traced_with_all_its_parts() -> None:
 
 def test_the_parts_of_a_step_follow_each_other() -> None:
     rig = Rig(StepTraceRule(1.0))
-    rig.step()
+    rig.step(rig.request("r1"))
     span = {name: rig.kept.named(name)[0] for name in tree(rig.kept)}
 
     def bounds(*parts: str) -> list[int]:
@@ -128,9 +128,19 @@ def test_links_are_bounded_on_both_sides() -> None:
 @pytest.mark.parametrize(("ratio", "low", "high"), [(0.0, 0, 0), (0.1, 30, 180), (1.0, 1000, 1000)])
 def test_a_share_of_the_steps_is_traced(ratio: float, low: int, high: int) -> None:
     rig = Rig(StepTraceRule(ratio))
+    sequence = rig.request("r1")
     for _ in range(1000):
-        rig.step()
+        rig.step(sequence)
     assert low <= len(rig.kept.named("step")) <= high
+
+
+def test_a_step_without_a_sampled_request_is_traced_only_when_slow() -> None:
+    rig = Rig(StepTraceRule(1.0, 0.5), sample_ratio=0.0)
+    sequence = rig.request("r1")
+    rig.step(sequence)
+    assert not rig.kept.spans
+    rig.step(sequence, seconds=0.6)
+    assert len(rig.kept.named("step")) == 1
 
 
 def test_without_a_collector_steps_are_counted_and_not_followed() -> None:
@@ -147,7 +157,7 @@ def test_what_an_ended_epoch_had_in_flight_is_nobodys_answer() -> None:
     answer: Any = StepTimings(0, 0, 0, 0, 0)
     rig.tracing.step_answered(0, answer, 0.1)
     rig.tracing.begin_epoch(5, [RankTotals(0, "host:1")])
-    rig.step()
+    rig.step(rig.request("r1"))
     (step,) = rig.kept.named("step")
     assert step.attributes[names.EPOCH] == 5
 
@@ -156,7 +166,7 @@ def test_what_an_ended_epoch_had_in_flight_is_nobodys_answer() -> None:
 def test_all_ranks_of_a_traced_step_stand_in_its_trace(is_early: bool) -> None:
     rig = Rig(StepTraceRule(1.0))
     rig.tracing.begin_epoch(5, [RankTotals(rank, f"host:{rank}") for rank in range(2)])
-    plan = StepPlan(7, time.monotonic())
+    plan = StepPlan(7, time.monotonic(), sequences=[rig.request("r1")])
     rig.tracing.step_sent(plan)
     assert plan.is_traced, "so that every rank answers it"
     now = time.time_ns()
@@ -179,8 +189,9 @@ def test_all_ranks_of_a_traced_step_stand_in_its_trace(is_early: bool) -> None:
 def test_steps_that_never_get_all_answers_are_forgotten() -> None:
     rig = Rig(StepTraceRule(1.0))
     rig.tracing.begin_epoch(5, [RankTotals(rank, f"host:{rank}") for rank in range(2)])
+    sequence = rig.request("r1")
     for _ in range(500):
-        rig.step()
+        rig.step(sequence)
     assert len(rig.tracing._open) <= 64
     rig.tracing.end_epoch("gone")
     assert not rig.tracing._open
