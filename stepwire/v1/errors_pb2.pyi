@@ -93,7 +93,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_REQUEST_ENDS_WORKERS: _ErrorReason.ValueType  # 42
     """The request ended its worker each time that it ran, at last alone: it is not tried again. INTERNAL."""
     ERROR_REASON_MODEL_ASLEEP: _ErrorReason.ValueType  # 38
-    """The model's workers sleep, and requests are refused meanwhile. UNAVAILABLE."""
+    """The model's workers sleep, and what was asked for is refused meanwhile. UNAVAILABLE."""
     ERROR_REASON_FENCED: _ErrorReason.ValueType  # 43
     """Another scheduler has taken the workers over; this one serves no more. UNAVAILABLE."""
     ERROR_REASON_PEER_LOST: _ErrorReason.ValueType  # 46
@@ -185,7 +185,7 @@ ERROR_REASON_ADAPTER_LIMIT: ErrorReason.ValueType  # 36
 ERROR_REASON_REQUEST_ENDS_WORKERS: ErrorReason.ValueType  # 42
 """The request ended its worker each time that it ran, at last alone: it is not tried again. INTERNAL."""
 ERROR_REASON_MODEL_ASLEEP: ErrorReason.ValueType  # 38
-"""The model's workers sleep, and requests are refused meanwhile. UNAVAILABLE."""
+"""The model's workers sleep, and what was asked for is refused meanwhile. UNAVAILABLE."""
 ERROR_REASON_FENCED: ErrorReason.ValueType  # 43
 """Another scheduler has taken the workers over; this one serves no more. UNAVAILABLE."""
 ERROR_REASON_PEER_LOST: ErrorReason.ValueType  # 46

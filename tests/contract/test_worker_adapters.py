@@ -139,6 +139,31 @@ async def test_one_that_was_read_for_an_epoch_that_ended_is_not_taken(worker: Ru
     assert await held(worker) == []
 
 
+async def test_a_sleep_without_weights_takes_no_adapters_and_says_so(worker: RunningWorker) -> None:
+    await worker.open_stream()
+    await add(worker)
+    for level, is_taken in ((pb.SLEEP_LEVEL_KEEP_WEIGHTS, True), (pb.SLEEP_LEVEL_DROP_WEIGHTS, False)):
+        await worker.stub.Sleep(pb.SleepRequest(epoch=1, level=level), timeout=TIMEOUT_S)
+        if is_taken:
+            await add(worker, "/adapters/b")
+    error = await error_of(add(worker, "/adapters/c"))
+    assert (error.reason, error.code) == ("MODEL_ASLEEP", grpc.StatusCode.UNAVAILABLE)
+    assert "stepwire admin wake" in error.message and error.retry_after_s
+    await remove(worker, A)
+    assert await held(worker) == []
+
+
+async def test_one_that_was_read_for_a_model_that_sleeps_now_is_not_taken(worker: RunningWorker) -> None:
+    gate = worker.runtime.gates["read_adapter"] = threading.Event()
+    await worker.open_stream()
+    reading = asyncio.create_task(add(worker))
+    await until(lambda: "read_adapter" in worker.runtime.calls)
+    request = pb.SleepRequest(epoch=1, level=pb.SLEEP_LEVEL_DROP_WEIGHTS)
+    await worker.stub.Sleep(request, timeout=TIMEOUT_S)
+    gate.set()
+    assert (await error_of(reading)).reason == "MODEL_ASLEEP"
+
+
 async def test_paths_lie_below_the_roots(tmp_path: Path) -> None:
     (tmp_path / "roots" / "a").mkdir(parents=True)
     (tmp_path / "outside").mkdir()

@@ -19,6 +19,7 @@ from worker_service.runtime.report import Phase
 
 T = TypeVar("T")
 
+_RETRY_AFTER_S = 5.0
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -43,7 +44,7 @@ class AdapterCalls:
 
     async def add(self, epoch: int, path: str, fingerprint: str) -> AdapterReport:
         """See worker.proto. Steps and other changes go on while it reads."""
-        self._check(epoch, "AddAdapter")
+        self._check_takes(epoch)
         if fingerprint:
             check_fingerprint(fingerprint)
         resolved = await asyncio.to_thread(self._roots.resolve, path, "path")
@@ -65,9 +66,22 @@ class AdapterCalls:
 
     async def list(self) -> list[AdapterReport]:
         """See worker.proto."""
-        if self._state.phase < Phase.LOADED:
+        if not self._has_model:
             return []
         return await self._device.run(lambda runtime: runtime.adapters().table.reports())
+
+    @property
+    def _has_model(self) -> bool:
+        """Whether there is a model, and with it its adapters: one that sleeps may have dropped them."""
+        return self._state.kept_phase >= Phase.LOADED
+
+    def _check_takes(self, epoch: int) -> None:
+        self._check(epoch, "AddAdapter")
+        if not self._has_model:
+            text = (
+                "the model sleeps without its weights and takes no adapters; wake it up with stepwire admin wake first"
+            )
+            raise StepwireError("MODEL_ASLEEP", text, retry_after_s=_RETRY_AFTER_S)
 
     def _check(self, epoch: int, call: str) -> None:
         self._state.require_epoch(epoch)
@@ -75,13 +89,14 @@ class AdapterCalls:
             raise self._state.wrong_phase(call, Phase.LOADED)
 
     async def _install(self, epoch: int, adapter: HostAdapter) -> AdapterReport:
-        # A reset may have come while it was read.
-        self._check(epoch, "AddAdapter")
+        # A reset, or a sleep, may have come while it was read.
+        self._check_takes(epoch)
         return await self._device.run(lambda runtime: _add(runtime, adapter))
 
     async def _remove(self, epoch: int, fingerprint: str) -> None:
         self._check(epoch, "RemoveAdapter")
-        await self._device.run(lambda runtime: runtime.adapters().table.remove(fingerprint))
+        if self._has_model:
+            await self._device.run(lambda runtime: runtime.adapters().table.remove(fingerprint))
 
 
 def check_fingerprint(fingerprint: str) -> None:
