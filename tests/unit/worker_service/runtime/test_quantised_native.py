@@ -7,13 +7,23 @@ import pytest
 import torch
 
 from loader.checkpoint import open_checkpoint
+from loader.layout import Linear, parameters
+from loader.quantised.load import load_rank
 from loader.quantised.roundings import ROUNDINGS, Rounding
 from loader.shares import RankPlace
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
-from tests.support.tiny_quantised_models import ROUNDED_INPUTS, WEIGHT_ONLY, Format, gptq, make_tiny_quantised
+from tests.support.tiny_quantised_models import (
+    ROUNDED_INPUTS,
+    WEIGHT_ONLY,
+    Format,
+    gptq,
+    make_tiny_quantised,
+    stored_tensors,
+)
 from tests.support.tiny_runner import Driver, load_tiny, make_runner, one_thread
 from worker_service.kernels import native
 from worker_service.models.native import computes
+from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.loading import LoadJob, LoadPhases, load_into
 from worker_service.runtime.native import NativeEngine
 from worker_service.runtime.restart_store import RestartStore
@@ -84,6 +94,30 @@ def test_generates_what_the_weights_made_whole_do(tmp_path: Path, pool: native.P
     assert tokens == reference(dense)
     assert tokens == greedy(engine, chunk=3)
     assert len({token for output in tokens for token in output}) > 3
+
+
+@pytest.mark.parametrize("name", [*WEIGHT_ONLY, *ROUNDED_INPUTS])
+def test_packed_weights_stay_packed(tmp_path: Path, pool: native.Pool, name: str) -> None:
+    """In either engine, its head too: by their bits, with scales, zero points and orders that are small beside them."""
+    form = {**WEIGHT_ONLY, **ROUNDED_INPUTS}[name]
+    folder = make_tiny_quantised(tmp_path, form, hidden_size=128, intermediate_size=256)
+    job = LoadJob(open_checkpoint(folder), RankPlace(), torch.bfloat16, torch.device("cpu"))
+    config = job.checkpoint.config
+    products = [part for part in parameters(config, job.place) if isinstance(part, Linear) and part.scheme is not None]
+    whole = sum(len(part.outputs) * len(part.inputs) for part in products) * 2
+    bits = form.shape.bits if "I32" in {tensor.dtype for tensor in stored_tensors(folder).values()} else 8
+    engines: list[tuple[Engine, int]] = [(TorchEngine(config, job.place, job.dtype, job.device), bits)]
+    # Inputs of products that are computed as one have the order of none where each has its own.
+    if computes(config, job.place, job.dtype) and "ordered" not in name:
+        engines.append((NativeEngine(config, job.dtype, pool), max(bits, 4)))
+    for engine, kept_bits in engines:
+        tensors = load_rank(
+            job.checkpoint, job.place, dtype=job.dtype, progress=lambda _: None, cancelled=lambda: False
+        )
+        packed = engine.pack(tensors)
+        owners = {name.removesuffix(".form") for name in packed if name.endswith(".form")}
+        held = sum(tensor.nbytes for name, tensor in packed.items() if name.rpartition(".")[0] in owners)
+        assert whole * kept_bits / 16 <= held <= whole * (kept_bits / 16 + 0.065)
 
 
 def test_inputs_are_rounded_as_the_reference_rounds_them(tmp_path: Path, pool: native.Pool) -> None:
