@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -67,11 +67,9 @@ def get_ready(greeting: dict[str, Any]) -> Answer:
 def answer(request: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
     """What to send back."""
     try:
-        grammar = _MAKERS[request["kind"]](request, tokenizer)
-        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
-            raise TooComplex(f"it becomes more than {MAX_GRAMMAR_BYTES} bytes")
-        _try(compile_grammar(tokenizer, grammar), tokenizer, seed=len(grammar))
-        return {"grammar": grammar}
+        made = _MAKERS[request["kind"]](request, tokenizer)
+        _try(made.matcher, tokenizer, seed=len(made.grammar))
+        return {"grammar": made.grammar}
     except TooComplex as error:
         return {"error": str(error), "place": "", "is_complex": True}
     except _Misplaced as error:
@@ -84,6 +82,13 @@ def answer(request: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
         return {"error": f"{error or type(error).__name__}"[:_MAX_ERROR], "place": "", "is_complex": False}
 
 
+class _Made(NamedTuple):
+    """A grammar, compiled."""
+
+    grammar: str
+    matcher: LLMatcher
+
+
 class _Misplaced(Exception):
     """A grammar is wrong at a place that is known."""
 
@@ -92,7 +97,7 @@ class _Misplaced(Exception):
         self.place = place
 
 
-def _from_json_schema(request: dict[str, Any], tokenizer: LLTokenizer) -> str:
+def _from_json_schema(request: dict[str, Any], tokenizer: LLTokenizer) -> _Made:
     schema = parse_schema(request["text"])
     if schema is False:
         raise _Misplaced("nothing satisfies it", "#")
@@ -104,11 +109,11 @@ def _from_json_schema(request: dict[str, Any], tokenizer: LLTokenizer) -> str:
         raise _Misplaced("x-guidance is not taken: the service has options of its own", "#/x-guidance")
     if (unsound := find_unsound(schema)) is not None:
         raise _Misplaced(unsound[1], pointer(unsound[0]))
-    problem = _schema_problem(schema, tokenizer)
-    if problem is not None:
+    try:
+        return _compiled(_schema_grammar(schema), tokenizer)
+    except (GrammarRefused, ValueError) as error:
         place = deepest_failure(schema, lambda part: _schema_problem(part, tokenizer))
-        raise _Misplaced(problem, pointer(place))
-    return _schema_grammar(schema)
+        raise _Misplaced(str(error), pointer(place)) from error
 
 
 def _schema_grammar(schema: Any) -> str:
@@ -118,36 +123,45 @@ def _schema_grammar(schema: Any) -> str:
 def _schema_problem(schema: Any, tokenizer: LLTokenizer) -> str | None:
     """Why a schema does not compile, or what of it would not hold."""
     try:
-        matcher = compile_grammar(tokenizer, _schema_grammar(schema))
+        _compiled(_schema_grammar(schema), tokenizer)
     except (GrammarRefused, ValueError) as error:
         return str(error)
-    warnings = matcher.get_grammar_warnings()
-    return "; ".join(warnings) or None
+    return None
 
 
-def _from_json_object(_request: dict[str, Any], _tokenizer: LLTokenizer) -> str:
-    return _schema_grammar({"type": "object"})
+def _from_json_object(_request: dict[str, Any], tokenizer: LLTokenizer) -> _Made:
+    return _compiled(_schema_grammar({"type": "object"}), tokenizer)
 
 
-def _from_regex(request: dict[str, Any], _tokenizer: LLTokenizer) -> str:
-    return LLMatcher.grammar_from_regex(request["text"])
+def _from_regex(request: dict[str, Any], tokenizer: LLTokenizer) -> _Made:
+    return _compiled(LLMatcher.grammar_from_regex(request["text"]), tokenizer)
 
 
-def _from_choices(request: dict[str, Any], _tokenizer: LLTokenizer) -> str:
+def _from_choices(request: dict[str, Any], tokenizer: LLTokenizer) -> _Made:
     # Lark's texts are those of JSON, but for one character that it does not take as it stands.
     choices = (json.dumps(choice, ensure_ascii=False).replace("\x7f", r"\u007f") for choice in request["choices"])
-    return _from_lark("start: " + " | ".join(choices))
+    return _from_lark("start: " + " | ".join(choices), tokenizer)
 
 
-def _from_grammar(request: dict[str, Any], _tokenizer: LLTokenizer) -> str:
-    return _from_lark(any_to_lark(request["text"]))
+def _from_grammar(request: dict[str, Any], tokenizer: LLTokenizer) -> _Made:
+    return _from_lark(any_to_lark(request["text"]), tokenizer)
 
 
-def _from_lark(lark: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+def _from_lark(lark: str, tokenizer: LLTokenizer) -> _Made:
+    return _compiled(json.dumps({"grammars": [{"lark_grammar": lark}]}), tokenizer)
 
 
-_MAKERS: dict[str, Callable[[dict[str, Any], LLTokenizer], str]] = {
+def _compiled(grammar: str, tokenizer: LLTokenizer) -> _Made:
+    """Raises TooComplex for one that is too long, GrammarRefused for one that does not compile or would not hold."""
+    if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+        raise TooComplex(f"it becomes more than {MAX_GRAMMAR_BYTES} bytes")
+    matcher = compile_grammar(tokenizer, grammar)
+    if warnings := matcher.get_grammar_warnings():
+        raise GrammarRefused("; ".join(warnings))
+    return _Made(grammar, matcher)
+
+
+_MAKERS: dict[str, Callable[[dict[str, Any], LLTokenizer], _Made]] = {
     "json_schema": _from_json_schema,
     "json_object": _from_json_object,
     "regex": _from_regex,
@@ -159,9 +173,6 @@ _MAKERS: dict[str, Callable[[dict[str, Any], LLTokenizer], str]] = {
 def _try(matcher: LLMatcher, tokenizer: LLTokenizer, seed: int) -> None:
     """Walks at random from the start of a grammar. Raises GrammarRefused where nothing satisfies it, TooComplex where
     masks take too long or cannot be told."""
-    warnings = matcher.get_grammar_warnings()
-    if warnings:
-        raise GrammarRefused("; ".join(warnings))
     draws, budget, ends = random.Random(seed), MaskBudget(), set(tokenizer.eos_tokens)
     for step in range(_WALK_TOKENS):
         began = time.thread_time()
