@@ -3,8 +3,9 @@
     python -m benchmarks.tp_cost [--quick]
 
 Two ranks of a random Llama decode; what they put into collectives is held against what the shapes say, and the time
-in them against bare collectives of the same sizes in the same order. Then a scheduler's group sends steps to 2, 8 and
-64 ranks that only answer.
+in them against bare collectives of the same sizes in the same order or, where these take less, a twentieth of the step:
+below that it is the other rank's work that is waited for. Then a scheduler's group sends steps to 2, 8 and 64 ranks
+that only answer.
 """
 
 import argparse
