@@ -195,7 +195,7 @@ class RankGroup:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of this stage, in place."""
         with self._measured(tensor):
-            if self._shared is not None and tensor.dtype in SUMMED:
+            if self._shared is not None and tensor.dtype in SUMMED and tensor.is_contiguous():
                 self._shared.all_reduce(tensor)
             else:
                 self._stage.allreduce([tensor]).wait()

@@ -16,7 +16,7 @@ def share_memory(
 
     Raises RuntimeError where the store, or another rank, is not there.
     """
-    file = None
+    file, mine, is_shared = None, None, False
     if rank == 0:
         with suppress(OSError):
             file = SharedFile(library, size)
@@ -30,8 +30,8 @@ def share_memory(
     finally:
         if file is not None:
             file.close()
-    if mine is not None and not is_shared:
-        mine.close()
+        if mine is not None and not is_shared:
+            mine.close()
     return mine if is_shared else None
 
 
