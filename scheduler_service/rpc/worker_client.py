@@ -6,7 +6,7 @@ which are made under none, cost no span.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -51,6 +51,9 @@ _LOAD_TIMEOUT_S = 24 * 3600.0
 _PROFILE_TIMEOUT_S = 120.0
 _OPEN_TIMEOUT_S = 30.0
 _STATUS_TIMEOUT_S = 1.0
+_STATUS_EVERY_S = 0.005
+# The status that gRPC gives a call of its own, when a message cannot be written.
+_OF_A_WRITE = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 # A worker that is started anew is waited for by everybody.
 _MAX_BACKOFF_MS = 150
 
@@ -303,9 +306,7 @@ class GrpcStepStream:
             raise
         except grpc.RpcError as error:
             # Of a call that has just ended a write knows no cause; the call's own status does.
-            with suppress(TimeoutError):
-                raise await asyncio.wait_for(self._why_ended(), _STATUS_TIMEOUT_S) from error
-            raise _lost(error) from error
+            raise await self._meaning(error) from error
         except Exception as error:
             if not self._call.done():
                 raise
@@ -319,7 +320,7 @@ class GrpcStepStream:
             self._raise_if_closed()
             raise
         except grpc.RpcError as error:
-            raise _lost(error) from error
+            raise await self._meaning(error) from error
         if response is grpc.aio.EOF:
             raise await self._why_ended()
         message: pb.ExecuteModelResponse = response
@@ -331,9 +332,19 @@ class GrpcStepStream:
         if self._is_cancelled and task is not None and not task.cancelling():
             raise StepwireError("CANCELLED", "the step stream was closed") from None
 
+    async def _meaning(self, error: grpc.RpcError) -> StepwireError:
+        try:
+            return await asyncio.wait_for(self._why_ended(), _STATUS_TIMEOUT_S)
+        except TimeoutError:
+            return _lost(error)
+
     async def _why_ended(self) -> StepwireError:
-        code = await self._call.code()
-        details = await self._call.details() or "the worker ended the step stream"
+        code, details = await self._call.code(), await self._call.details()
+        while (code, details) == _OF_A_WRITE:
+            # The call had ended, and that is all the write could know: what the worker said is about to replace it.
+            await asyncio.sleep(_STATUS_EVERY_S)
+            code, details = await self._call.code(), await self._call.details()
+        details = details or "the worker ended the step stream"
         if code is grpc.StatusCode.OK:
             return StepwireError("WORKER_FAILED", details)
         trailing = await self._call.trailing_metadata()

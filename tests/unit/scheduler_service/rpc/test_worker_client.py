@@ -1,0 +1,57 @@
+"""What a step stream says when it breaks."""
+
+import grpc
+import pytest
+from grpc.aio import Metadata
+from grpc_status import rpc_status
+
+from scheduler_service.rpc import worker_client
+from scheduler_service.rpc.worker_client import GrpcStepStream
+from stepwire.rpc.errors import StepwireError, to_status
+
+
+class EndedCall:
+    """A call whose end a write meets before what the worker said of it is there."""
+
+    def __init__(self, said: StepwireError | None) -> None:
+        self._status = None if said is None else rpc_status.to_status(to_status(said))
+        self._num_asked = 0
+
+    async def write(self, message: bytes) -> None:
+        raise grpc.aio.AioRpcError(await self.code(), Metadata(), Metadata(), await self.details())
+
+    async def read(self) -> object:
+        raise grpc.aio.AioRpcError(await self.code(), Metadata(), Metadata(), await self.details())
+
+    async def code(self) -> grpc.StatusCode:
+        self._num_asked += 1
+        return self._status.code if self._is_there else grpc.StatusCode.INTERNAL  # type: ignore[union-attr]
+
+    async def details(self) -> str:
+        return self._status.details if self._is_there else "Internal error from Core"  # type: ignore[union-attr]
+
+    @property
+    def _is_there(self) -> bool:
+        return self._status is not None and self._num_asked > 3
+
+    async def initial_metadata(self) -> Metadata:
+        return Metadata()
+
+    async def trailing_metadata(self) -> Metadata:
+        return Metadata(*self._status.trailing_metadata)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("way", ["send", "receive"])
+async def test_a_stream_that_has_just_ended_says_why(way: str) -> None:
+    """Or a worker's own error would be taken for the loss of its process, and its request not be blamed."""
+    stream = GrpcStepStream(EndedCall(StepwireError("OUT_OF_MEMORY", "12 bytes short")), 1)
+    with pytest.raises(StepwireError, match="12 bytes short") as caught:
+        await (stream.send(b"") if way == "send" else stream.receive())
+    assert caught.value.reason == "OUT_OF_MEMORY"
+
+
+async def test_one_whose_worker_has_said_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "_STATUS_TIMEOUT_S", 0.05)
+    with pytest.raises(StepwireError, match="connection to the worker broke") as caught:
+        await GrpcStepStream(EndedCall(None), 1).send(b"")
+    assert caught.value.metadata["grpc_code"] == "INTERNAL"
