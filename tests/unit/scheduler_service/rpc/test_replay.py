@@ -22,7 +22,7 @@ STOP = 3
 
 
 def facts(num_blocks: int) -> FlightFacts:
-    return FlightFacts("/models/m", "f", "auto", "none", BLOCK_SIZE, num_blocks, 64, 16, 6)
+    return FlightFacts("/models/m", "f", "auto", "none", "auto", BLOCK_SIZE, num_blocks, 64, 16, 6)
 
 
 def worker(num_blocks: int) -> FakeWorker:
