@@ -67,13 +67,19 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A worker's device; sizes in bytes. `rendezvous` is where the ranks of its group meet, "" for a group of one."""
+    """A worker's device; sizes in bytes. `rendezvous` is where the ranks of its group meet, "" for a group of one.
+
+    `device_id` is alike for all workers of a host that share the device, "" where nobody can; `memory_limit_bytes` is
+    what the worker may use of it, 0 where it does not say.
+    """
 
     device: str
     device_name: str
     total_memory_bytes: int
     free_memory_bytes: int
     rendezvous: str = ""
+    device_id: str = ""
+    memory_limit_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,8 @@ class WorkerClient:
             response.total_memory_bytes,
             response.free_memory_bytes,
             response.rendezvous,
+            response.device_id,
+            response.memory_limit_bytes,
         )
 
     async def load_model(

@@ -142,6 +142,8 @@ class InitDeviceResponse(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """Its name, such as "cpu" or "cuda:0"."""
     device_name: _builtins.str
@@ -156,6 +158,10 @@ class InitDeviceResponse(_message.Message):
     """The worker's process id."""
     rendezvous: _builtins.str
     """Where the ranks of the group meet, host:port; empty for a group of one."""
+    device_id: _builtins.str
+    """Names the device itself, alike for all workers that share its memory; empty for one that nobody else can have."""
+    memory_limit_bytes: _builtins.int
+    """Most bytes of its memory that this worker may use, by its settings."""
     def __init__(
         self,
         *,
@@ -166,10 +172,12 @@ class InitDeviceResponse(_message.Message):
         host: _builtins.str = ...,
         process_id: _builtins.int = ...,
         rendezvous: _builtins.str = ...,
+        device_id: _builtins.str = ...,
+        memory_limit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_name", b"device_name", "free_memory_bytes", b"free_memory_bytes", "host", b"host", "process_id", b"process_id", "rendezvous", b"rendezvous", "total_memory_bytes", b"total_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_id", b"device_id", "device_name", b"device_name", "free_memory_bytes", b"free_memory_bytes", "host", b"host", "memory_limit_bytes", b"memory_limit_bytes", "process_id", b"process_id", "rendezvous", b"rendezvous", "total_memory_bytes", b"total_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

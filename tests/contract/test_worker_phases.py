@@ -40,6 +40,7 @@ async def test_walks_through_all_phases() -> None:
         device = await worker.init_device()
         assert device.device == "fake"
         assert device.total_memory_bytes == 1 << 30
+        assert (device.device_id, device.memory_limit_bytes) == ("GPU-1", 1 << 28)
         assert device.process_id > 0 and device.host
 
         messages = await worker.load_model()

@@ -105,7 +105,8 @@ class FakeRuntime:
         self.place = place
         is_group = place.tensor_parallel_size * place.pipeline_parallel_size > 1
         self.meetings.append(meeting)
-        return DeviceInfo("fake", "no device", 1 << 30, 1 << 29, (meeting.address or "fake:1") if is_group else "")
+        rendezvous = (meeting.address or "fake:1") if is_group else ""
+        return DeviceInfo("fake", "no device", 1 << 30, 1 << 29, rendezvous, "GPU-1", 1 << 28)
 
     def leave_group(self) -> None:
         self.num_left += 1

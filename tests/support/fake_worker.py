@@ -119,6 +119,9 @@ class FakeWorker:
     adapter_contents: dict[str, str] = field(default_factory=dict)
     architecture: str = "LlamaForCausalLM"
     process_id: int = 4711
+    device_id: str = ""
+    memory_percent: int = 90
+    """What it may use of its device's memory, in percent."""
 
     scripts: dict[str, list[int]] = field(default_factory=dict)
     failures: dict[str, StepwireError] = field(default_factory=dict)
@@ -357,6 +360,9 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             host="fakehost",
             process_id=worker.process_id,
             rendezvous=(request.rendezvous or "fake:1") if num_ranks > 1 else "",
+            device_id=worker.device_id,
+            total_memory_bytes=100,
+            memory_limit_bytes=worker.memory_percent,
         )
 
     async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> AsyncIterator[pb.LoadModelResponse]:

@@ -71,6 +71,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             host=self._host,
             process_id=os.getpid(),
             rendezvous=device.rendezvous,
+            device_id=device.device_id,
+            memory_limit_bytes=device.memory_limit_bytes,
         )
 
     async def LoadModel(

@@ -62,6 +62,11 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine() or "cpu"
 
 
+def device_id(device: torch.device) -> str:
+    """Names a device among all of this host, whatever a process calls it: a GPU's own id, and "cpu" for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores this process may keep busy: its affinity, and below it what its control group's quota allows."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

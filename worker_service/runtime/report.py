@@ -44,7 +44,8 @@ class CollectiveCost:
 class DeviceInfo:
     """The device. On a CPU the memory is what this process's control group allows. Bytes.
 
-    `rendezvous` is where the ranks of the group meet; "" for a group of one.
+    `rendezvous` is where the ranks of the group meet; "" for a group of one. `device_id` is alike for all who share the
+    device, "" where nobody can; `memory_limit_bytes` is what this process may use of it.
     """
 
     device: str
@@ -52,6 +53,8 @@ class DeviceInfo:
     total_memory_bytes: int
     free_memory_bytes: int
     rendezvous: str = ""
+    device_id: str = ""
+    memory_limit_bytes: int = 0
 
 
 class SleepLevel(IntEnum):

@@ -18,6 +18,7 @@ from worker_service.runtime.device import (
     choose_dtype,
     choose_kv_dtype,
     choose_rounding,
+    device_id,
     device_name,
     open_device,
     usable_cores,
@@ -147,7 +148,15 @@ class WorkerRuntime:
             self._pool = native_pool(num_threads)
         rendezvous = self._meet(place, device, meeting)
         memory = device_memory(device)
-        return DeviceInfo(str(device), device_name(device), memory.total_bytes, memory.free_bytes, rendezvous)
+        return DeviceInfo(
+            str(device),
+            device_name(device),
+            memory.total_bytes,
+            memory.free_bytes,
+            rendezvous,
+            device_id(device),
+            MemoryBudget.of(self._settings).limit_bytes(device),
+        )
 
     @property
     def collective_cost(self) -> CollectiveCost:

@@ -48,6 +48,7 @@ def test_phase_after_phase(tiny_path: Path) -> None:
     runtime = WorkerRuntime(Settings())
     info = runtime.init_device(RankPlace())
     assert info.device == "cpu" and 0 < info.free_memory_bytes <= info.total_memory_bytes
+    assert info.device_id == "cpu" and 0 < info.memory_limit_bytes < info.total_memory_bytes
     assert torch.get_num_threads() == 1
     seen: list[tuple[str, int, int]] = []
     summary = runtime.load_model(tiny_path, "auto", lambda *progress: seen.append(progress), never)
