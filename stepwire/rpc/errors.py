@@ -65,6 +65,7 @@ _CODES: Mapping[str, grpc.StatusCode] = {
     "GRAMMAR_INVALID": grpc.StatusCode.INVALID_ARGUMENT,
     "GRAMMAR_TOO_COMPLEX": grpc.StatusCode.INVALID_ARGUMENT,
     "GRAMMARS_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "MODEL_ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
 }
 
 

@@ -42,6 +42,16 @@ class AdminServiceStub:
                 request_serializer=stepwire_dot_v1_dot_admin__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=stepwire_dot_v1_dot_admin__pb2.GetStateResponse.FromString,
                 _registered_method=True)
+        self.LoadModel = channel.unary_unary(
+                '/stepwire.v1.AdminService/LoadModel',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceLoadModelRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceLoadModelResponse.FromString,
+                _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/stepwire.v1.AdminService/UnloadModel',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.UnloadModelResponse.FromString,
+                _registered_method=True)
         self.Profile = channel.unary_stream(
                 '/stepwire.v1.AdminService/Profile',
                 request_serializer=stepwire_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
@@ -98,6 +108,23 @@ class AdminServiceServicer:
     def GetState(self, request, context):
         """Says how the scheduler, its queue and its workers stand. Answers at once, whatever
         the workers are doing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadModel(self, request, context):
+        """Serves one model more, on idle workers, or on new ones where the scheduler has a supervisor. Answers when it serves;
+        when it fails, with the one error of the start, nothing has changed. Changes of models are made one after the
+        other, and go on when the caller leaves. Seconds to minutes, as a start.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadModel(self, request, context):
+        """Takes a model out of service: new requests are refused at once, those that run are finished, or ended when the time
+        for that is over. Its workers then hold nothing of it, and end where a supervisor had started them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,6 +211,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=stepwire_dot_v1_dot_admin__pb2.GetStateRequest.FromString,
                     response_serializer=stepwire_dot_v1_dot_admin__pb2.GetStateResponse.SerializeToString,
             ),
+            'LoadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadModel,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceLoadModelRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.AdminServiceLoadModelResponse.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.UnloadModelRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.UnloadModelResponse.SerializeToString,
+            ),
             'Profile': grpc.unary_stream_rpc_method_handler(
                     servicer.Profile,
                     request_deserializer=stepwire_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
@@ -260,6 +297,60 @@ class AdminService:
             '/stepwire.v1.AdminService/GetState',
             stepwire_dot_v1_dot_admin__pb2.GetStateRequest.SerializeToString,
             stepwire_dot_v1_dot_admin__pb2.GetStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.AdminService/LoadModel',
+            stepwire_dot_v1_dot_admin__pb2.AdminServiceLoadModelRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.AdminServiceLoadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.AdminService/UnloadModel',
+            stepwire_dot_v1_dot_admin__pb2.UnloadModelRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.UnloadModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,15 @@ class AdminServiceStub:
     """Says how the scheduler, its queue and its workers stand. Answers at once, whatever
     the workers are doing.
     """
+    LoadModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceLoadModelRequest, _admin_pb2.AdminServiceLoadModelResponse]
+    """Serves one model more, on idle workers, or on new ones where the scheduler has a supervisor. Answers when it serves;
+    when it fails, with the one error of the start, nothing has changed. Changes of models are made one after the
+    other, and go on when the caller leaves. Seconds to minutes, as a start.
+    """
+    UnloadModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadModelRequest, _admin_pb2.UnloadModelResponse]
+    """Takes a model out of service: new requests are refused at once, those that run are finished, or ended when the time
+    for that is over. Its workers then hold nothing of it, and end where a supervisor had started them.
+    """
     Profile: _grpc.UnaryStreamMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]
     """Profiles the next steps on every rank and answers one timeline of all services, in
     parts; the last message has the times of operators. Waits for the steps to be run;
@@ -87,6 +96,15 @@ class AdminServiceAsyncStub(AdminServiceStub):
     GetState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStateRequest, _admin_pb2.GetStateResponse]  # type: ignore[assignment]
     """Says how the scheduler, its queue and its workers stand. Answers at once, whatever
     the workers are doing.
+    """
+    LoadModel: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceLoadModelRequest, _admin_pb2.AdminServiceLoadModelResponse]  # type: ignore[assignment]
+    """Serves one model more, on idle workers, or on new ones where the scheduler has a supervisor. Answers when it serves;
+    when it fails, with the one error of the start, nothing has changed. Changes of models are made one after the
+    other, and go on when the caller leaves. Seconds to minutes, as a start.
+    """
+    UnloadModel: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadModelRequest, _admin_pb2.UnloadModelResponse]  # type: ignore[assignment]
+    """Takes a model out of service: new requests are refused at once, those that run are finished, or ended when the time
+    for that is over. Its workers then hold nothing of it, and end where a supervisor had started them.
     """
     Profile: _aio.UnaryStreamMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]  # type: ignore[assignment]
     """Profiles the next steps on every rank and answers one timeline of all services, in
@@ -138,6 +156,27 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.GetStateResponse, _abc.Awaitable[_admin_pb2.GetStateResponse]]:
         """Says how the scheduler, its queue and its workers stand. Answers at once, whatever
         the workers are doing.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadModel(
+        self,
+        request: _admin_pb2.AdminServiceLoadModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceLoadModelResponse, _abc.Awaitable[_admin_pb2.AdminServiceLoadModelResponse]]:
+        """Serves one model more, on idle workers, or on new ones where the scheduler has a supervisor. Answers when it serves;
+        when it fails, with the one error of the start, nothing has changed. Changes of models are made one after the
+        other, and go on when the caller leaves. Seconds to minutes, as a start.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadModel(
+        self,
+        request: _admin_pb2.UnloadModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UnloadModelResponse, _abc.Awaitable[_admin_pb2.UnloadModelResponse]]:
+        """Takes a model out of service: new requests are refused at once, those that run are finished, or ended when the time
+        for that is over. Its workers then hold nothing of it, and end where a supervisor had started them.
         """
 
     @_abc_1.abstractmethod

@@ -49,7 +49,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_CANCELLED: _ErrorReason.ValueType  # 12
     """The caller cancelled. CANCELLED."""
     ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 13
-    """The service is shutting down and takes no new requests. UNAVAILABLE."""
+    """The service is shutting down, or the model is being unloaded, and takes no new requests. UNAVAILABLE."""
     ERROR_REASON_MODEL_NOT_READY: _ErrorReason.ValueType  # 14
     """The model is not ready to serve: workers are starting or being recovered. UNAVAILABLE."""
     ERROR_REASON_WORKER_FAILED: _ErrorReason.ValueType  # 15
@@ -106,6 +106,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A form of output takes too much time or memory to compile, or to follow. INVALID_ARGUMENT."""
     ERROR_REASON_GRAMMARS_FULL: _ErrorReason.ValueType  # 32
     """Live requests use as many different forms of output as there may be. RESOURCE_EXHAUSTED."""
+    ERROR_REASON_MODEL_ALREADY_EXISTS: _ErrorReason.ValueType  # 48
+    """A model of this name is served already. ALREADY_EXISTS."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. Every failed call carries exactly one google.rpc.ErrorInfo
@@ -141,7 +143,7 @@ ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 11
 ERROR_REASON_CANCELLED: ErrorReason.ValueType  # 12
 """The caller cancelled. CANCELLED."""
 ERROR_REASON_DRAINING: ErrorReason.ValueType  # 13
-"""The service is shutting down and takes no new requests. UNAVAILABLE."""
+"""The service is shutting down, or the model is being unloaded, and takes no new requests. UNAVAILABLE."""
 ERROR_REASON_MODEL_NOT_READY: ErrorReason.ValueType  # 14
 """The model is not ready to serve: workers are starting or being recovered. UNAVAILABLE."""
 ERROR_REASON_WORKER_FAILED: ErrorReason.ValueType  # 15
@@ -198,4 +200,6 @@ ERROR_REASON_GRAMMAR_TOO_COMPLEX: ErrorReason.ValueType  # 31
 """A form of output takes too much time or memory to compile, or to follow. INVALID_ARGUMENT."""
 ERROR_REASON_GRAMMARS_FULL: ErrorReason.ValueType  # 32
 """Live requests use as many different forms of output as there may be. RESOURCE_EXHAUSTED."""
+ERROR_REASON_MODEL_ALREADY_EXISTS: ErrorReason.ValueType  # 48
+"""A model of this name is served already. ALREADY_EXISTS."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

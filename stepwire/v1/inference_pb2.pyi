@@ -102,7 +102,7 @@ class GenerateRequest(_message.Message):
     PRIOR_OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model's name; empty means the only one served."""
+    """The model's name; empty means the first of those served."""
     text: _builtins.str
     """Text, tokenized as it stands, with the tokenizer's own special tokens added."""
     request_id: _builtins.str
@@ -758,7 +758,7 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model's name; empty means the only one served."""
+    """The model's name; empty means the first of those served."""
     text: _builtins.str
     """Text, with the tokenizer's own special tokens added."""
     @_builtins.property
@@ -816,7 +816,7 @@ class DetokenizeRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model's name; empty means the only one served."""
+    """The model's name; empty means the first of those served."""
     keep_special_tokens: _builtins.bool
     """Keep special tokens in the text."""
     @_builtins.property
@@ -886,7 +886,7 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
-        """In the order in which they were configured."""
+        """In the order in which they were configured, then in that in which they were loaded."""
 
     def __init__(
         self,
@@ -909,7 +909,7 @@ class GetModelRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model's name; empty means the only one served."""
+    """The model's name; empty means the first of those served."""
     def __init__(
         self,
         *,
