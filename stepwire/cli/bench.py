@@ -28,7 +28,7 @@ _MAX_LAG_S = 0.05
 @click.option("--drain", type=click.FloatRange(0), default=60.0, help="Seconds to wait for what is open then.")
 @click.option("--warm-up", type=click.FloatRange(0), default=0.0, help="Leave out what arrives in the first seconds.")
 @click.option("--natural-stop", is_flag=True, help="Let answers end where the model ends them.")
-@click.option("--model", default="", show_default=False, help="Name of the model; by default the only one.")
+@click.option("--model", default="", show_default=False, help="Name of the model; by default the first.")
 @workload_options
 @tenant_option
 @target_option

@@ -26,7 +26,7 @@ def connection_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     function = tenant_option(function)
     function = click.option("--adapter", default="", help="Name of a LoRA adapter; by default none.")(function)
-    function = click.option("--model", default="", help="Name of the model; by default the only one.")(function)
+    function = click.option("--model", default="", help="Name of the model; by default the first.")(function)
     return target_option(function)
 
 

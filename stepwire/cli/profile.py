@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,16 +20,15 @@ _LAYER = "layer "
 @output_option("stepwire-profile.json.gz", "File for the timeline.")
 @click.option("--rows", "num_rows", default=20, show_default=True, help="Rows of the table.")
 @admin_options
-def profile_command(
-    target: str, admin_key: str | None, timeout: float, output: Path, *, steps: int, wait_s: float, num_rows: int
-) -> None:
+def profile_command(output: Path, *, steps: int, wait_s: float, num_rows: int, **options: Any) -> None:
     """Profile the next steps of a server's workers.
 
     Writes one timeline of scheduler and ranks, for https://ui.perfetto.dev or chrome://tracing, and prints where the
     time went. Steps run while requests do: profile under load.
     """
-    with connect(target, admin_key) as client:
-        found = client.profile(steps, wait_s=wait_s, timeout=wait_s + timeout)
+    with connect(options["target"], options["admin_key"]) as client:
+        timeout = wait_s + options["timeout"]
+        found = client.profile(steps, wait_s=wait_s, model=options["model"], timeout=timeout)
     write_private(output, found.timeline)
     for rank, profile in enumerate(found.ranks):
         click.echo(f"rank {rank}, {profile.num_steps} steps")

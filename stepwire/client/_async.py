@@ -204,7 +204,7 @@ class AsyncClient:
         return await self._unary(_convert.list_models(), timeout)
 
     async def get_model(self, model: str = "", *, timeout: float | None = DEFAULT_TIMEOUT_S) -> Model:
-        """One model and how it stands; by default the only one."""
+        """One model and how it stands; by default the first."""
         return await self._unary(_convert.get_model(model), timeout)
 
     async def wait_ready(self, model: str = "", *, timeout: float = DEFAULT_TIMEOUT_S) -> Model:

@@ -185,7 +185,7 @@ class Client(Closing):
         return self._unary(_convert.list_models(), timeout)
 
     def get_model(self, model: str = "", *, timeout: float | None = DEFAULT_TIMEOUT_S) -> Model:
-        """One model and how it stands; by default the only one."""
+        """One model and how it stands; by default the first."""
         return self._unary(_convert.get_model(model), timeout)
 
     def wait_ready(self, model: str = "", *, timeout: float = DEFAULT_TIMEOUT_S) -> Model:

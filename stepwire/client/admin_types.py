@@ -19,13 +19,14 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """How a scheduler stands. `epoch` is 0, and `workers` are none, before the workers are ready."""
+    """How a scheduler stands with one of its `models`. `epoch` is 0, and `workers` are none, before those are ready."""
 
     model: Model
     epoch: int
     workers: tuple[WorkerState, ...]
     num_calls: int
     uptime_s: float
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,25 @@ from stepwire.rpc.errors import StepwireError
 VARIABLE = "STEPWIRE_ADMIN_KEY"
 
 
+def server_options(timeout: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds `--target`, `--admin-key` and `--timeout`, by default so many seconds."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        help_text = "Seconds to wait for the answer."
+        function = click.option("--timeout", default=timeout, show_default=True, help=help_text)(function)
+        help_text = f"The server's admin key; a variable is not seen by other users of the machine. [{VARIABLE}]"
+        function = click.option("--admin-key", envvar=VARIABLE, metavar="TEXT", help=help_text)(function)
+        return target_option(function)
+
+    return decorate
+
+
 def admin_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds `--target`, `--admin-key` and `--timeout`."""
-    function = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the answer.")(
+    """Adds these, and `--model`."""
+    function = click.option("--model", default="", metavar="NAME", help="Name of the model; by default the first.")(
         function
     )
-    help_text = f"The server's admin key; a variable is not seen by other users of the machine. [{VARIABLE}]"
-    function = click.option("--admin-key", envvar=VARIABLE, metavar="TEXT", help=help_text)(function)
-    return target_option(function)
+    return server_options(60.0)(function)
 
 
 @contextmanager

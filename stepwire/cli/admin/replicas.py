@@ -8,18 +8,18 @@ from stepwire.cli.admin.connection import admin_options, connect
 @click.command(name="add-replica")
 @click.argument("workers", nargs=-1, required=True, metavar="HOST:PORT...")
 @admin_options
-def add_replica(target: str, admin_key: str | None, timeout: float, workers: tuple[str, ...]) -> None:
+def add_replica(target: str, admin_key: str | None, timeout: float, model: str, workers: tuple[str, ...]) -> None:
     """Serve on more workers, by rank: idle ones that run already (`stepwire worker`)."""
     with connect(target, admin_key) as client:
-        number = client.add_replica(workers, timeout=timeout)
+        number = client.add_replica(workers, model=model, timeout=timeout)
     click.echo(f"replica {number} serves")
 
 
 @click.command(name="drain-replica")
 @click.argument("replica", type=int)
 @admin_options
-def drain_replica(target: str, admin_key: str | None, timeout: float, replica: int) -> None:
+def drain_replica(target: str, admin_key: str | None, timeout: float, model: str, replica: int) -> None:
     """Take a replica out of service; its requests go on with the others, and its workers stay."""
     with connect(target, admin_key) as client:
-        client.drain_replica(replica, timeout=timeout)
+        client.drain_replica(replica, model=model, timeout=timeout)
     click.echo(f"replica {replica} holds no request")

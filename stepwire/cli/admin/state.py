@@ -15,14 +15,20 @@ _HEADINGS = ("REPLICA", "RANK", "ADDRESS", "HOST", "PID", "LAST SEEN")
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @admin_options
-def state(target: str, admin_key: str | None, timeout: float, *, as_json: bool) -> None:
-    """Show how a server, its queue and its workers stand."""
+def state(target: str, admin_key: str | None, timeout: float, model: str, *, as_json: bool) -> None:
+    """Show how a server, its queue and its workers stand, model by model.
+
+    JSON is of one model, and names all.
+    """
     with connect(target, admin_key) as client:
-        found = client.get_state(timeout=timeout)
+        found = [client.get_state(model=model, timeout=timeout)]
+        if not model and not as_json:
+            found += [client.get_state(model=name, timeout=timeout) for name in found[0].models[1:]]
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        click.echo(json.dumps(dataclasses.asdict(found[0]), indent=2))
         return
-    _print(found)
+    for each in found:
+        _print(each)
 
 
 def _print(found: ServerState) -> None:

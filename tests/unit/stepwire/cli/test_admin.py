@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 
 from stepwire.rpc.errors import STATUS_DETAILS_KEY, StepwireError, to_status
 from stepwire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, worker_pb2
@@ -30,6 +31,15 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
         self.asked.append(request)
         return admin_pb2.UnloadAdapterResponse()
 
+    def LoadModel(self, request: Any, _context: grpc.ServicerContext) -> admin_pb2.AdminServiceLoadModelResponse:
+        self.asked.append(request)
+        model = inference_pb2.Model(name=request.name or "b", architecture="Llama", dtype="float32", block_count=9)
+        return admin_pb2.AdminServiceLoadModelResponse(model=model)
+
+    def UnloadModel(self, request: Any, _context: grpc.ServicerContext) -> admin_pb2.UnloadModelResponse:
+        self.asked.append(request)
+        return admin_pb2.UnloadModelResponse()
+
     def Sleep(self, request: Any, _context: grpc.ServicerContext) -> admin_pb2.AdminServiceSleepResponse:
         self.asked.append(request)
         return admin_pb2.AdminServiceSleepResponse(level=request.level)
@@ -42,16 +52,15 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
         adapters = [admin_pb2.Adapter(name=name, rank=4, leaving=name == "b") for name in "ab"]
         return admin_pb2.AdminServiceListAdaptersResponse(adapters=adapters)
 
-    def GetState(
-        self, _request: admin_pb2.GetStateRequest, context: grpc.ServicerContext
-    ) -> admin_pb2.GetStateResponse:
+    def GetState(self, request: admin_pb2.GetStateRequest, context: grpc.ServicerContext) -> admin_pb2.GetStateResponse:
         if ("authorization", f"Bearer {KEY}") not in list(context.invocation_metadata()):
             error = StepwireError("UNAUTHENTICATED", "no valid key")
             context.set_trailing_metadata([(STATUS_DETAILS_KEY, to_status(error).SerializeToString())])
             context.abort(error.code, error.message)
         worker = admin_pb2.WorkerState(rank=0, address="127.0.0.1:50061", host="here", process_id=17)
-        model = inference_pb2.Model(name="m", state=inference_pb2.MODEL_STATE_READY, block_count=9, free_block_count=7)
-        return admin_pb2.GetStateResponse(model=model, epoch=3, workers=[worker], call_count=2)
+        ready, name = inference_pb2.MODEL_STATE_READY, request.model or "m"
+        model = inference_pb2.Model(name=name, state=ready, block_count=9, free_block_count=7)
+        return admin_pb2.GetStateResponse(model=model, epoch=3, workers=[worker], call_count=2, models=["m", "other"])
 
     def AddReplica(
         self, request: admin_pb2.AddReplicaRequest, _context: grpc.ServicerContext
@@ -83,11 +92,13 @@ def target(service: FakeAdmin) -> Iterator[str]:
 
 def test_the_state_as_text_and_as_json(run_command: Callable[..., Any], target: str) -> None:
     done = run_command("admin", "state", "--target", target, "--admin-key", KEY)
-    assert "m: ready, epoch 3" in done.stdout
+    assert "m: ready, epoch 3" in done.stdout and "other: ready, epoch 3" in done.stdout
     assert "2 calls" in done.stdout and "7 of 9 KV blocks free" in done.stdout
     assert "127.0.0.1:50061" in done.stdout and "17" in done.stdout
     found = json.loads(run_command("admin", "state", "--json", "--target", target, "--admin-key", KEY).stdout)
     assert (found["epoch"], found["workers"][0]["process_id"], found["model"]["state"]) == (3, 17, "ready")
+    done = run_command("admin", "state", "--model", "other", "--target", target, "--admin-key", KEY)
+    assert "other: ready" in done.stdout and "m: ready" not in done.stdout
 
 
 def test_the_key_comes_from_the_environment_too(
@@ -145,3 +156,26 @@ def test_replicas_come_and_go(run_command: Callable[..., Any], target: str) -> N
     assert "replica 2 holds no request" in run_command("admin", "drain-replica", "2", *common).stdout
     done = run_command("admin", "drain-replica", "5", *common)
     assert (done.exit_code, "there is no such replica" in done.stderr) == (1, True)
+
+
+def test_models_are_loaded_and_unloaded(
+    run_command: Callable[..., Any], target: str, service: FakeAdmin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STEPWIRE_ADMIN_KEY", KEY)
+    monkeypatch.setenv("STEPWIRE_TARGET", target)
+    monkeypatch.chdir(tmp_path)
+    done = run_command("admin", "load-model", "folder", "--name", "c", "--set", "max-num-seqs=4", "--set", "dtype=auto")
+    assert done.stdout == "c is served: Llama, float32, 9 KV blocks\n"
+    run_command("admin", "load-model", "/m/b", "--workers", "h:1", "--workers", "h:2")
+    assert run_command("admin", "unload-model", "c").stdout == "c is unloaded\n"
+    run_command("admin", "unload-model", "c", "--drain", "1.5")
+    load, unload = admin_pb2.AdminServiceLoadModelRequest, admin_pb2.UnloadModelRequest
+    drain = duration_pb2.Duration(seconds=1, nanos=500_000_000)
+    assert service.asked == [
+        load(path=str(tmp_path / "folder"), name="c", settings={"max_num_seqs": "4", "dtype": "auto"}),
+        load(path="/m/b", workers=["h:1", "h:2"]),
+        unload(model="c"),
+        unload(model="c", drain_timeout=drain),
+    ]
+    done = run_command("admin", "load-model", "/m/b", "--set", "tp")
+    assert (done.exit_code, "'tp' is not KEY=VALUE" in done.stderr) == (2, True)
