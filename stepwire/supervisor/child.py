@@ -29,7 +29,8 @@ class ChildSpec:
 
     `address` is where a worker listens, by which a scheduler names it. With `has_standby` a second process is kept
     that has made itself ready and waits to take the place of the first. With a `launcher` it is started by that, on
-    a machine and at an address of its choice.
+    a machine and at an address of its choice. `group` is what it is there for: the end of all children of one group
+    for good is not the end of those of another.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ChildSpec:
     address: str = ""
     has_standby: bool = False
     launcher: Launcher | None = None
+    group: str = ""
 
 
 class Child:

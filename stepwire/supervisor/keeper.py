@@ -52,6 +52,14 @@ class Keeper:
         self._began = time.monotonic()
         self.keep_standby()
 
+    def change(self, spec: ChildSpec) -> None:
+        """Starts such ones from now on; one that stands by gives way to another."""
+        self.spec = spec
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.send(signal.SIGKILL)
+            self.keep_standby()
+
     def keep_standby(self) -> None:
         """Sees to it that a process will stand by, if the place is to have one."""
         if self.spec.has_standby and (self._standby_task is None or self._standby_task.done()):
@@ -84,8 +92,12 @@ class Keeper:
 
     async def _make_standby(self) -> None:
         await asyncio.sleep(STANDBY_AFTER_S)
-        if self._standby is None or self._standby.status is not None:
-            self._standby = await self._start(is_standby=True)
+        while self._standby is None or self._standby.status is not None:
+            spec, standby = self.spec, await self._start(is_standby=True)
+            if spec is self.spec:
+                self._standby = standby
+            else:
+                standby.send(signal.SIGKILL)
 
     async def _start(self, *, is_first: bool = False, is_standby: bool = False) -> Process:
         """A child that is in `started` even if whoever waits for it is cancelled."""

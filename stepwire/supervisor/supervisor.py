@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +22,20 @@ class Supervisor:
     """Parent of one scheduler and its workers.
 
     `report` takes lines for the operator. `drain_s` is how long the scheduler may take to end after
-    the first signal; a second signal ends everything at once.
+    the first signal; a second signal ends everything at once. `on_record` takes what a scheduler says that is not for
+    the supervisor itself, and None when a scheduler has ended and another one takes its place.
     """
 
     def __init__(
-        self, scheduler: ChildSpec, workers: Sequence[ChildSpec], *, drain_s: float, report: Callable[[str], None]
+        self,
+        scheduler: ChildSpec,
+        workers: Sequence[ChildSpec],
+        *,
+        drain_s: float,
+        report: Callable[[str], None],
+        on_record: Callable[[Record | None], None] = lambda _record: None,
     ) -> None:
+        self._hand_on = on_record
         self._drain_s = drain_s
         self._report = report
         self._scheduler = Keeper(scheduler, self._on_record)
@@ -51,7 +59,42 @@ class Supervisor:
             try:
                 return await self._run(until_ready)
             finally:
-                await self._kill_all()
+                await self._kill_all(self._keepers)
+
+    # What changes while they run.
+
+    async def add_workers(self, specs: Sequence[ChildSpec]) -> None:
+        """Starts more workers and keeps them going. Raises OSError, LogError, with none of them left running."""
+        keepers = [Keeper(spec, self._on_record) for spec in specs]
+        self._workers += keepers
+        started = await asyncio.gather(*(keeper.start() for keeper in keepers), return_exceptions=True)
+        for keeper in keepers:
+            self._tasks[keeper] = asyncio.create_task(self._keep(keeper), name=f"keeper of {keeper.spec.name}")
+            keeper.keep_standby()
+        for failure in started:
+            if isinstance(failure, BaseException):
+                await self.end_workers([spec.address for spec in specs])
+                raise failure
+
+    async def end_workers(self, addresses: Collection[str]) -> None:
+        """Ends workers, and keeps them going no more. Unknown ones are none of its own."""
+        keepers = [keeper for keeper in self._workers if keeper.spec.address in addresses]
+        await self._settle(keepers)
+        running = [keeper for keeper in keepers if keeper.child is not None and keeper.child.status is None]
+        await self._end(running, _WORKER_EXIT_S)
+        await self._kill_all(keepers)
+        self._workers = [keeper for keeper in self._workers if keeper not in keepers]
+        for keeper in keepers:
+            self._tasks.pop(keeper, None)
+
+    def change_scheduler(self, spec: ChildSpec) -> None:
+        """Starts such a scheduler in place of the one that runs, once that ends."""
+        self._scheduler.change(spec)
+
+    def tell_scheduler(self, record: Record) -> None:
+        """Says something to the scheduler that runs."""
+        if self._scheduler.child is not None:
+            self._scheduler.child.say(record)
 
     @property
     def _keepers(self) -> Sequence[Keeper]:
@@ -86,14 +129,22 @@ class Supervisor:
         while (child := keeper.child) is not None:
             status = await child.wait()
             is_final = keeper is self._scheduler and status in _FINAL_STATUSES
-            if not self._is_ready or is_final or not keeper.may_go_on:
+            may_go_on = self._is_ready and not is_final and keeper.may_go_on
+            if not may_go_on and self._is_ready and self._is_of_one_group(keeper):
+                self._report(f"{child.describe_end()}; it is not started again, since it ends again and again")
+                self.tell_scheduler({"gone": keeper.spec.address})
+                return
+            if not may_go_on:
                 self._over.set()
                 return
             text = child.describe_end()
             self._report(f"{text}; it is started again")
-            if keeper is not self._scheduler and self._scheduler.child is not None:
-                ended = {"ended": child.spec.address, "process_id": child.process_id, "status": status, "text": text}
-                self._scheduler.child.say(ended)
+            if keeper is self._scheduler:
+                self._hand_on(None)
+            else:
+                self.tell_scheduler(
+                    {"ended": child.spec.address, "process_id": child.process_id, "status": status, "text": text}
+                )
             try:
                 await keeper.replace()
             except OSError as error:
@@ -109,11 +160,17 @@ class Supervisor:
             if scheduler is not None and worker.child is not None and worker.spec.launcher is not None:
                 scheduler.say({"worker": worker.spec.address, "is_at": worker.child.spec.address})
 
+    def _is_of_one_group(self, keeper: Keeper) -> bool:
+        """Whether this is a worker, and others are there for something else."""
+        return keeper in self._workers and any(other.spec.group != keeper.spec.group for other in self._workers)
+
     def _on_record(self, record: Record) -> None:
-        """A scheduler serves, or asks for another worker in place of one that does not answer."""
+        """A scheduler serves, asks for another worker in place of one that does not answer, or for something else."""
         if "serving" in record:
             # Whoever asks over the network knows later than clients, whose requests must not be lost with a worker.
             self._is_ready = True
+        elif "replace" not in record:
+            self._hand_on(record)
         for keeper in self._workers:
             child = keeper.child
             if child is None or record.get("replace") != child.spec.address:
@@ -150,7 +207,7 @@ class Supervisor:
 
     async def _settle(self, keepers: Sequence[Keeper]) -> None:
         """Replaces nobody any more."""
-        tasks = [self._tasks[keeper] for keeper in keepers]
+        tasks = [self._tasks[keeper] for keeper in keepers if keeper in self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -176,9 +233,9 @@ class Supervisor:
                 status = 1
         return status
 
-    async def _kill_all(self) -> None:
-        await self._settle([keeper for keeper in self._keepers if keeper in self._tasks])
-        children = [child for keeper in self._keepers for child in keeper.started]
+    async def _kill_all(self, keepers: Sequence[Keeper]) -> None:
+        await self._settle(keepers)
+        children = [child for keeper in keepers for child in keeper.started]
         for child in children:
             if child.status is None:
                 child.send(signal.SIGKILL)

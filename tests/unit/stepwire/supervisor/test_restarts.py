@@ -13,6 +13,7 @@ import pytest
 
 from stepwire.supervisor import keeper
 from stepwire.supervisor.child import Child, ChildSpec
+from stepwire.supervisor.line import Record
 from stepwire.supervisor.supervisor import Supervisor
 
 ADDRESS = "127.0.0.1:7"
@@ -71,14 +72,29 @@ class Stack:
         self._is_seen = is_seen
         self.lines: list[str] = []
         self._is_ready = asyncio.Event()
-        specs = [self._spec(name, has_standby=has_standby and name == "worker") for name in ("scheduler", "worker")]
+        specs = [self.spec(name, has_standby=has_standby and name == "worker") for name in ("scheduler", "worker")]
         specs[1] = replace(specs[1], launcher=launcher)
-        self.supervisor = Supervisor(specs[0], specs[1:], drain_s=20, report=self.lines.append)
+        self.records: list[Record | None] = []
+        self.supervisor = Supervisor(
+            specs[0], specs[1:], drain_s=20, report=self.lines.append, on_record=self.records.append
+        )
         self.run = asyncio.create_task(self.supervisor.run(self._ready))
 
-    def _spec(self, name: str, *, has_standby: bool) -> ChildSpec:
+    def spec(self, name: str, *, has_standby: bool) -> ChildSpec:
         command = (sys.executable, "-c", textwrap.dedent(SCRIPT), name, str(self.folder))
-        return ChildSpec(name, command, dict(os.environ), None, ADDRESS if name == "worker" else "", has_standby)
+        address = ADDRESS if name == "worker" else ""
+        return ChildSpec(name, command, dict(os.environ), None, address, has_standby, group=name)
+
+    def other(self, name: str = "other") -> ChildSpec:
+        """A worker that is there for something else."""
+        return replace(self.spec(name, has_standby=False), address="127.0.0.1:9", group="other")
+
+    async def say(self, record: str) -> None:
+        """Has the scheduler say something."""
+        ask = self.folder / "scheduler.new"
+        ask.write_text(record)
+        ask.rename(self.folder / "scheduler.ask")
+        await until(lambda: not (self.folder / "scheduler.ask").exists())
 
     async def _ready(self) -> None:
         await self.begun()
@@ -89,13 +105,6 @@ class Stack:
 
     async def begun(self) -> None:
         await until(lambda: bool(self.pids("scheduler") and self.pids("worker")))
-
-    async def ask(self, text: str) -> None:
-        """Has the scheduler say this to the supervisor."""
-        new = self.folder / "scheduler.new"
-        new.write_text(text)
-        asked = new.rename(self.folder / "scheduler.ask")
-        await until(lambda: not asked.exists())
 
     async def ready(self) -> None:
         await self._is_ready.wait()
@@ -112,6 +121,10 @@ class Stack:
     async def stop(self) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
         return await self.run
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -209,7 +222,7 @@ async def test_a_worker_that_the_scheduler_gives_up_is_killed_and_replaced(tmp_p
     (first,) = stack.pids("worker")
     os.kill(first, signal.SIGSTOP)
     for process_id, address in ((first + 1, ADDRESS), (first, "127.0.0.1:8"), (first, ADDRESS)):
-        await stack.ask(f'{{"replace": "{address}", "process_id": {process_id}}}')
+        await stack.say(f'{{"replace": "{address}", "process_id": {process_id}}}')
     await until(lambda: len(stack.pids("worker")) == 2)
     assert stack.lines[0].startswith("worker did not answer and was killed")
     assert await stack.stop() == 0
@@ -240,7 +253,7 @@ async def test_a_worker_is_replaced_once_the_scheduler_says_that_it_serves(tmp_p
     """Clients may be served before anybody else sees it."""
     stack = Stack(tmp_path, is_seen=False)
     await stack.begun()
-    await stack.ask('{"serving": true}')
+    await stack.say('{"serving": true}')
     os.kill(stack.pids("worker")[0], signal.SIGKILL)
     await until(lambda: len(stack.pids("worker")) == 2)
     assert await stack.stop() == 0
@@ -264,3 +277,68 @@ async def test_a_worker_is_replaced_also_while_the_scheduler_drains(tmp_path: Pa
     await until(lambda: len(stack.pids("worker")) == 2)
     os.kill(stack.pids("scheduler")[0], signal.SIGCONT)
     assert await asyncio.wait_for(stack.run, 20) == 0
+
+
+async def test_workers_come_and_go_while_the_others_run(tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    await stack.ready()
+    await stack.supervisor.add_workers([stack.other()])
+    await until(lambda: bool(stack.pids("other")))
+    os.kill(stack.pids("other")[0], signal.SIGKILL)
+    await until(lambda: len(stack.pids("other")) == 2)
+    pid = stack.pids("other")[1]
+    await stack.supervisor.end_workers(["127.0.0.1:9", "127.0.0.1:10"])
+    assert not is_running(pid)
+    assert len(stack.pids("other")) == 2
+    assert len(stack.pids("worker")) == 1
+    await stack.say('{"something": "else"}')
+    await until(lambda: {"something": "else"} in stack.records)
+    assert await stack.stop() == 0
+
+
+async def test_a_worker_that_cannot_be_started_leaves_none_of_its_group(tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    await stack.ready()
+    missing = replace(stack.other("missing"), command=("/nonexistent",))
+    with pytest.raises(OSError, match="nonexistent"):
+        await stack.supervisor.add_workers([stack.other(), missing])
+    assert not any(map(is_running, stack.pids("other")))
+    assert await stack.stop() == 0
+
+
+async def test_a_worker_that_ends_again_and_again_is_the_end_of_its_own_group_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_MOST_QUICK_ENDS", 1)
+    stack = Stack(tmp_path)
+    await stack.ready()
+    (tmp_path / "other.exit").write_text("9")
+    await stack.supervisor.add_workers([stack.other()])
+    await until(lambda: any('"gone": "127.0.0.1:9"' in note for note in stack.notes("scheduler")))
+    assert "it is not started again" in stack.lines[-1]
+    assert len(stack.pids("other")) == 2
+    assert not stack.run.done()
+    num_lines = len(stack.lines)
+    await stack.supervisor.end_workers(["127.0.0.1:9"])
+    assert len(stack.lines) == num_lines
+    assert await stack.stop() == 0
+
+
+async def test_another_scheduler_takes_the_place_of_one_that_ends_and_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "STANDBY_AFTER_S", 0.05)
+    stack = Stack(tmp_path, has_standby=True)
+    await stack.ready()
+    changed = replace(stack.spec("scheduler", has_standby=True), command=stack.other("changed").command)
+    stack.supervisor.change_scheduler(changed)
+    os.kill(stack.pids("scheduler")[0], signal.SIGKILL)
+    await until(lambda: bool(stack.pids("changed")))
+    assert stack.records == [None]
+    await until(lambda: bool(stack.pids("changed", "stands-by")))
+    standby = stack.pids("changed", "stands-by")[0]
+    stack.supervisor.change_scheduler(stack.spec("scheduler", has_standby=True))
+    await until(lambda: not is_running(standby))
+    os.kill(stack.pids("changed")[0], signal.SIGKILL)
+    await until(lambda: len(stack.pids("scheduler")) == 2)
+    assert await stack.stop() == 0
