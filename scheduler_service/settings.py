@@ -1,9 +1,9 @@
 """Everything an operator can set about a scheduler. The command line is generated from these fields."""
 
-import os
-from typing import Literal, Self
+from collections import Counter
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from scheduler_service.engine.tenants import (
     HIGHEST_PRIORITY,
@@ -12,99 +12,23 @@ from scheduler_service.engine.tenants import (
     parse_priorities,
     parse_weights,
 )
-from scheduler_service.engine.validate import check_adapter_name
-from stepwire.rpc.errors import StepwireError
+from scheduler_service.model_settings import ModelSettings
 
 
-def parse_adapters(entries: list[str]) -> dict[str, str]:
-    """Paths by name of entries NAME=PATH, made absolute. Raises ValueError."""
-    found: dict[str, str] = {}
-    for entry in entries:
-        name, separator, path = entry.partition("=")
-        if not separator or not path:
-            raise ValueError(f"{entry!r} is not NAME=PATH")
-        try:
-            check_adapter_name("name", name)
-        except StepwireError as error:
-            raise ValueError(f"{entry!r}: {error}") from error
-        if name in found:
-            raise ValueError(f"{name} is named twice")
-        found[name] = os.path.abspath(os.path.expanduser(path))
-    return found
+class SchedulerSettings(ModelSettings):
+    """Settings of one scheduler process, and of the only model that it serves, unless `models` names several.
 
+    Then what is set of a model here is what those have in common that say nothing else.
+    """
 
-class SchedulerSettings(BaseModel):
-    """Settings of one scheduler process."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str = Field(
-        min_length=1,
-        description=(
-            "Checkpoint: a directory, a GGUF file, a Hub id (org/name[@revision]) or a URL. "
-            "Workers read it under the path that it has here."
-        ),
-    )
-    served_model_name: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=256,
-        description="Name that clients use; by default the last part of the path.",
+    models: list[ModelSettings] = Field(
+        default=[],
+        max_length=64,
+        description="Models that are served side by side, instead of one `model`; each with settings of its own, as "
+        "model=PATH,served_model_name=NAME,KEY=VALUE. The first is the one that requests without a name mean.",
     )
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(default=50051, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    workers: list[str] = Field(
-        default=["127.0.0.1:50061"],
-        min_length=1,
-        max_length=1024,
-        description="Address of each worker, host:port: of a group all tensor ranks of the first stage, then the next.",
-    )
-    tp: int = Field(default=1, ge=1, le=1024, description="Tensor-parallel ranks: workers that share each layer.")
-    pp: int = Field(default=1, ge=1, le=256, description="Pipeline stages: workers that have some of the layers each.")
-    replicas: int = Field(
-        default=1, ge=1, le=256, description="Groups of tp x pp workers that serve the model side by side."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of the weights in memory; auto takes the checkpoint's own."
-    )
-    quantize: Literal["none", "int8", "int4", "fp8"] = Field(
-        default="none", description="What to quantise the weights of an unquantised checkpoint to while they are read."
-    )
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
-        default="auto", description="Type of keys and values in the cache; auto takes that of the model."
-    )
-    max_model_len: int | None = Field(
-        default=None,
-        ge=1,
-        le=16_777_216,
-        description="Most tokens of prompt and output together; by default what the model was made for.",
-    )
-    fit_max_model_len: bool = Field(
-        default=False, description="Lower max_model_len to what the KV blocks hold, rather than refuse to start."
-    )
-    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences that run at once.")
-    max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576, description="Most tokens of one step.")
-    block_size: int = Field(default=16, ge=1, le=256, description="Token positions of one KV block.")
-    num_kv_blocks: int | None = Field(
-        default=None, ge=1, le=16_777_216, description="Number of KV blocks; by default what the workers' memory holds."
-    )
-    prefix_caching: bool = Field(default=True, description="Reuse the KV blocks of prompts that begin alike.")
-    max_draft_tokens: int = Field(
-        default=0,
-        ge=0,
-        le=16,
-        description="Most tokens that a step looks up and verifies for each sequence whose request does not say: "
-        "speculative decoding, for text that quotes its prompt. They take places of max_num_seqs.",
-    )
-    max_queued_requests: int = Field(
-        default=1024, ge=1, le=1_000_000, description="Most requests that wait; one more is refused at once."
-    )
-    max_queued_tokens: int = Field(
-        default=1_000_000, ge=1, le=1_000_000_000, description="Most prompt tokens that wait; more are refused at once."
-    )
-    ageing_seconds: float = Field(
-        default=30.0, gt=0, le=86_400, description="Seconds of waiting that lift a request by one priority."
-    )
     max_priority: int = Field(
         default=HIGHEST_PRIORITY,
         ge=LOWEST_PRIORITY,
@@ -120,43 +44,11 @@ class SchedulerSettings(BaseModel):
     shutdown_timeout: float = Field(
         default=30.0, ge=0, le=86_400, description="Seconds that running requests get to end after SIGTERM."
     )
-    worker_timeout: float = Field(default=60.0, gt=0, le=86_400, description="Seconds to reach the workers at start.")
-    step_timeout: float = Field(
-        default=30.0,
-        gt=0,
-        le=86_400,
-        description="Seconds after which a step counts as hung, or 20 times the slowest percent of steps if longer.",
-    )
-    restart_budget: int = Field(
-        default=3,
-        ge=0,
-        le=1000,
-        description="How many times in a row workers may be lost, or not come back, without a step in between; once "
-        "more ends the service.",
-    )
-    sleep_running: Literal["finish", "preempt"] = Field(
-        default="finish",
-        description="What AdminService's Sleep does with sequences that run: wait for their ends, or preempt them.",
-    )
-    sleep_arrivals: Literal["wait", "refuse"] = Field(
-        default="wait",
-        description="What becomes of requests that arrive while the workers sleep; where they are refused, the health "
-        "service says NOT_SERVING.",
-    )
-    flight_steps: int = Field(
-        default=256, ge=0, le=10_000, description="Steps that the flight recorder keeps in memory; 0 keeps none."
-    )
     flight_dir: str = Field(
         default="~/.cache/stepwire/flight",
         min_length=1,
         max_length=4096,
         description="Folder for flight recordings, written when workers fail; the last eight are kept.",
-    )
-    grammar_timeout: float = Field(
-        default=5.0,
-        gt=0,
-        le=600,
-        description="Seconds in which the form of output that a request asks for must compile.",
     )
     cluster_key: str | None = Field(
         default=None,
@@ -173,10 +65,11 @@ class SchedulerSettings(BaseModel):
         repr=False,
         description="Key that AdminService asks for, another one than the cluster key; without it there is none.",
     )
-    adapter: list[str] = Field(
-        default=[], description="LoRA adapter to load at the start, as NAME=PATH; workers read it under that path."
+    model_roots: list[str] = Field(
+        default=[],
+        max_length=64,
+        description="Folders that models may be loaded from while serving; empty allows any path, on loopback only.",
     )
-    max_adapters: int = Field(default=64, ge=1, le=1024, description="Most adapters that are loaded.")
     adapter_roots: list[str] = Field(
         default=[],
         max_length=64,
@@ -209,22 +102,21 @@ class SchedulerSettings(BaseModel):
     )
 
     @property
+    def all_models(self) -> "list[ModelSettings]":
+        """The settings of each model."""
+        return self.models or [self]
+
+    @property
+    def is_template(self) -> bool:
+        """See ModelSettings."""
+        return bool(self.models)
+
+    @property
     def tenant_rules(self) -> TenantRules:
         """What is configured of tenants."""
         return TenantRules(
             parse_weights(self.tenant_weights), parse_priorities(self.tenant_max_priorities), self.max_priority
         )
-
-    @property
-    def adapters(self) -> dict[str, str]:
-        """The adapters to load at the start: paths by name."""
-        return parse_adapters(self.adapter)
-
-    @field_validator("adapter")
-    @classmethod
-    def _check_adapters(cls, entries: list[str]) -> list[str]:
-        parse_adapters(entries)
-        return entries
 
     @field_validator("tenant_weights")
     @classmethod
@@ -238,29 +130,26 @@ class SchedulerSettings(BaseModel):
         parse_priorities(entries)
         return entries
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_first_model(cls, values: Any) -> Any:
+        models = values.get("models") if isinstance(values, dict) else None
+        if not models:
+            return values
+        first = models[0].model if isinstance(models[0], ModelSettings) else models[0].get("model")
+        return {"model": first, **values}
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        names = Counter(model.name for model in self.models)
+        workers = Counter(address for model in self.models for address in model.workers)
+        for what, counts in (("served_model_name", names), ("workers", workers)):
+            if twice := [name for name, count in counts.items() if count > 1]:
+                raise ValueError(f"models: {what} {', '.join(twice)} is that of more than one model; give each its own")
+        return self
+
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
         if self.admin_key is not None and self.admin_key == self.cluster_key:
             raise ValueError("admin_key is the cluster_key: whoever may command workers need not be an operator")
-        return self
-
-    @model_validator(mode="after")
-    def _check_workers(self) -> Self:
-        num_wanted = self.replicas * self.tp * self.pp
-        if len(self.workers) != num_wanted:
-            times = f" x replicas {self.replicas}" if self.replicas > 1 else ""
-            raise ValueError(
-                f"workers names {len(self.workers)}, and tp {self.tp} x pp {self.pp}{times} takes {num_wanted}"
-            )
-        if len(set(self.workers)) < len(self.workers):
-            raise ValueError("workers names an address twice")
-        return self
-
-    @model_validator(mode="after")
-    def _check_step_size(self) -> Self:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}), or running sequences starve"
-            )
         return self

@@ -19,7 +19,7 @@ from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.ports import StepStream
 from scheduler_service.engine.start import GroupStarter, StartPlan
 from scheduler_service.engine.values import Sampling
-from scheduler_service.main import start_plan
+from scheduler_service.model_service import start_plan
 from scheduler_service.rpc.worker_client import WorkerClient
 from scheduler_service.settings import SchedulerSettings
 from stepwire.supervisor.ports import free_port
@@ -123,4 +123,4 @@ def wanted(model: Path, sizes: Sizes) -> StartPlan:
         block_size=sizes.block_size,
         num_kv_blocks=sizes.num_blocks,
     )
-    return start_plan(settings, open_checkpoint(model), str(model))
+    return start_plan(settings, open_checkpoint(model))

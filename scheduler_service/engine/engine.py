@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
@@ -19,11 +19,11 @@ from scheduler_service.engine.best_of import BestOf
 from scheduler_service.engine.continuing import continue_request
 from scheduler_service.engine.ending import note_end
 from scheduler_service.engine.live import LiveRequest
-from scheduler_service.engine.metrics import EngineMetrics
+from scheduler_service.engine.metrics import EngineMetricFamilies, EngineMetrics
 from scheduler_service.engine.output import OutputStream
 from scheduler_service.engine.recovery import LifePlan
 from scheduler_service.engine.refusals import draining, not_ready
-from scheduler_service.engine.replica import ReplicaParts
+from scheduler_service.engine.replica import Replica, ReplicaParts
 from scheduler_service.engine.replicas import Replicas
 from scheduler_service.engine.served import ServedModel
 from scheduler_service.engine.sleep import Sleeper, SleepRule
@@ -44,7 +44,6 @@ from stepwire.grammars import grammar_key
 from stepwire.rpc.deadlines import has_passed
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry import names
-from stepwire.telemetry.metrics import Metrics
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -79,7 +78,7 @@ class Engine:
         model_name: str,
         tracer: Tracer,
         tenants: TenantRules,
-        metrics: Metrics,
+        metrics: EngineMetricFamilies,
         step_traces: StepTraceRule = StepTraceRule(),  # noqa: B008 - a frozen value
         *,
         max_adapters: int = 64,
@@ -88,6 +87,8 @@ class Engine:
         self.model_name = model_name
         self.adapters = Adapters(max_adapters)
         self.failed: asyncio.Future[StepwireError] = asyncio.get_running_loop().create_future()
+        self.on_released: Callable[[Sequence[str]], None] = lambda _addresses: None
+        """Told of workers, by address, that serve the model no more while others do."""
         self._tenants = tenants
         self._metrics = EngineMetrics(
             metrics,
@@ -100,11 +101,12 @@ class Engine:
         self._step_traces = step_traces
         self._state = EngineState.STARTING
         self._failure: StepwireError | None = None
+        self._refusal = draining()
         self._model: ServedModel | None = None
         self._info = ModelInfo(model_name, EngineState.STARTING.value)
         self._validator: Validator | None = None
         self._parts: ReplicaParts | None = None
-        self.replicas = Replicas(on_removed=lambda replica: self.adapters.forget(replica.ports), on_all_lost=self.fail)
+        self.replicas = Replicas(on_removed=self._forget_workers, on_all_lost=self.fail)
         self.sleeper = Sleeper(self.replicas, sleep_rule, self.adapters.add_all)
         self._num_admitting = 0
         self._num_calls = 0
@@ -117,7 +119,7 @@ class Engine:
         """Serves a model on workers that are ready. Raises StepwireError when their step streams cannot be opened."""
         self._model = model
         started, config = groups[0].started, groups[0].config
-        self._parts = ReplicaParts(model, self._tracer, self._metrics, self._step_traces, self._defect)
+        self._parts = ReplicaParts(self.model_name, model, self._tracer, self._metrics, self._step_traces, self._defect)
         for group in groups:
             await self.add_replica(group)
         self._validator = Validator(
@@ -135,7 +137,8 @@ class Engine:
             block_size=config.block_size,
             num_blocks=config.num_blocks,
         )
-        self._state = EngineState.READY
+        if self._state is EngineState.STARTING:
+            self._state = EngineState.READY
 
     async def add_replica(self, group: ReadyGroup) -> int:
         """Serves on these workers, too; see Replicas.add."""
@@ -143,18 +146,31 @@ class Engine:
             raise not_ready()
         return await self.replicas.add(self._parts, group.started, group.config, group.life)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Takes no new requests; waits until those that run are delivered, but no longer than that, then ends them."""
-        if self._state is not EngineState.FAILED:
-            self._state = EngineState.DRAINING
+    async def drain(self, timeout_s: float, refusal: StepwireError | None = None) -> None:
+        """Takes no new requests, see `refuse`; waits until those that run are delivered, but no longer than that, then
+        ends them."""
+        self.refuse(refusal)
         if self.sleeper.is_down:
             # They would wait for a device that nobody wakes up any more.
-            self.replicas.end_all(draining())
+            self.replicas.end_all(self._refusal)
+        if not await self.wait_idle(timeout_s):
+            _log.warning("drain_timeout", model=self.model_name, requests=self._num_calls, seconds=timeout_s)
+            self.replicas.end_all(self._refusal)
+
+    def refuse(self, refusal: StepwireError | None = None) -> None:
+        """Takes no new requests from now on. They, and those that are ended, are told `refusal`, by default that the
+        service shuts down."""
+        self._refusal = refusal or self._refusal
+        if self._state is not EngineState.FAILED:
+            self._state = EngineState.DRAINING
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no call goes on, but no longer than that; answers whether none does."""
         try:
             await asyncio.wait_for(self._no_calls.wait(), timeout_s)
         except TimeoutError:
-            _log.warning("drain_timeout", requests=self._num_calls, seconds=timeout_s)
-            self.replicas.end_all(draining())
+            return False
+        return True
 
     def fail(self, error: StepwireError) -> None:
         """Ends every request with the cause; nothing is served any more."""
@@ -172,6 +188,7 @@ class Engine:
         await self.replicas.close()
         if self._model is not None:
             await self._model.close()
+        self._metrics.close()
 
     # How it stands.
 
@@ -186,9 +203,8 @@ class Engine:
         """Calls of `generate` that have not ended."""
         return self._num_calls
 
-    def model_info(self, name: str = "") -> ModelInfo:
-        """The model and how it stands. Raises MODEL_NOT_FOUND for another name."""
-        self._check_model(name)
+    def model_info(self) -> ModelInfo:
+        """The model and how it stands."""
         is_recovering = self._state is EngineState.READY and all(replica.is_recovering for replica in self.replicas)
         state = EngineState.RECOVERING if is_recovering else self._state
         schedulers = [replica.scheduler for replica in self.replicas]
@@ -205,16 +221,14 @@ class Engine:
 
     # What clients call.
 
-    async def tokenize(self, model: str, prompt: Prompt | None) -> list[int]:
+    async def tokenize(self, prompt: Prompt | None) -> list[int]:
         """The token ids that `generate` would see."""
-        self._check_model(model)
         validator, served = self._require_model()
         validator.check_prompt(prompt)
         return await served.token_ids(prompt)
 
-    async def detokenize(self, model: str, token_ids: Sequence[int], *, keep_special_tokens: bool) -> str:
+    async def detokenize(self, token_ids: Sequence[int], *, keep_special_tokens: bool) -> str:
         """The text of token ids, of at most a context's length."""
-        self._check_model(model)
         validator, served = self._require_model()
         validator.check_detokenize(token_ids)
         return await served.tokens.decode(token_ids, keep_special_tokens=keep_special_tokens)
@@ -234,7 +248,6 @@ class Engine:
         self._num_calls += 1
         self._no_calls.clear()
         try:
-            self._check_model(call.model)
             self._require_open()
             adapter = holds.enter_context(self.adapters.used(call.adapter))
             live, seed = await self._admit(call, request_id, trace, arrival, adapter, holds)
@@ -324,23 +337,20 @@ class Engine:
         self._metrics.request_admitted(live)
         return live, checked.sampling.seed
 
-    # Refusals.
+    def _forget_workers(self, replica: Replica) -> None:
+        self.adapters.forget(replica.ports)
+        self.on_released([port.address for port in replica.ports])
 
-    def _check_model(self, name: str) -> None:
-        if name and name != self.model_name:
-            raise StepwireError(
-                "MODEL_NOT_FOUND",
-                f"no model {name[:256]!r} is served; {self.model_name!r} is",
-                {"model": name[:256], "served": self.model_name},
-            )
+    # Refusals.
 
     def _require_open(self) -> None:
         if self._state is EngineState.STARTING:
             raise not_ready()
         if self._state is EngineState.DRAINING:
-            raise draining()
+            raise replace(self._refusal)
         if self._state is EngineState.FAILED:
-            raise self._failure or not_ready()
+            # Each caller gets its own: an exception keeps the frames of all who raised it.
+            raise replace(self._failure) if self._failure else not_ready()
         self.sleeper.require_open()
 
     def _require_model(self) -> tuple[Validator, ServedModel]:

@@ -6,7 +6,6 @@ another group's.
 
 import asyncio
 import contextlib
-import contextvars
 import math
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.engine.causes import Causes, EpochEnd, Kind, RankFailure
+from scheduler_service.engine.contexts import without_span
 from scheduler_service.engine.flight import FlightRecorder
 from scheduler_service.engine.ports import StepStream, StepTimings, WorkerPort, WorkerStatus
 from scheduler_service.engine.ranks import Rank, rank_failed
@@ -108,7 +108,7 @@ class WorkerGroup:
 
     def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
         # In a context of its own: the caller's span, that of the start, is over long before this work is.
-        self._tasks.append(asyncio.create_task(work, name=name, context=contextvars.Context()))
+        self._tasks.append(asyncio.create_task(work, name=name, context=without_span()))
 
     async def send(self, plan: StepPlan) -> None:
         """Sends a step to every rank. A broken stream is reported by `on_end`, not here."""

@@ -6,7 +6,6 @@ an answer holds for clients is made into text elsewhere.
 """
 
 import asyncio
-import contextvars
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +20,7 @@ from scheduler_service.core.request import FinishReason
 from scheduler_service.core.request import Sequence as SchedulerSequence
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.engine.best_of import BestOf
+from scheduler_service.engine.contexts import without_span
 from scheduler_service.engine.detokenize import Detokenizer
 from scheduler_service.engine.ends import already_exists, end_error, ends_workers, queue_full, too_slow
 from scheduler_service.engine.live import LiveRequest
@@ -105,7 +105,7 @@ class StepLoop:
         """Begins to run."""
         self._beat_at = time.monotonic()
         # In a context of its own: whatever span the caller is in is over long before the loop is.
-        self._task = asyncio.create_task(self._run_guarded(), name="step loop", context=contextvars.Context())
+        self._task = asyncio.create_task(self._run_guarded(), name="step loop", context=without_span())
 
     async def close(self) -> None:
         """Stops. Requests that live get no more."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.errors import CheckpointError
 from loader.inspection import Problem, Wish, inspect_checkpoint
-from scheduler_service.settings import SchedulerSettings
+from scheduler_service.model_settings import ModelSettings
 from stepwire.rpc.errors import StepwireError
 
 PHASE = "check"
@@ -22,7 +22,7 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-def wish_of(settings: SchedulerSettings) -> Wish:
+def wish_of(settings: ModelSettings) -> Wish:
     """What is known of how the model is to be served before a worker says what memory it has."""
     return Wish(
         tensor_parallel_size=settings.tp,

@@ -5,7 +5,6 @@ epochs begin and end.
 """
 
 import asyncio
-import contextvars
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from opentelemetry.trace import Status, StatusCode, Tracer
 
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.engine.causes import EpochEnd, Kind
+from scheduler_service.engine.contexts import without_span
 from scheduler_service.engine.flight import FlightRecorder
 from scheduler_service.engine.group import StepObserver, WorkerGroup
 from scheduler_service.engine.ports import WorkerPort
@@ -66,6 +66,8 @@ class LifePlan:
     restart_budget: int
     flight: FlightRecorder = field(default_factory=lambda: FlightRecorder(0))
     observers: Sequence[EpochObserver] = ()
+    model: str = ""
+    """The name of the model that is served, for traces."""
 
 
 class RestartBudget:
@@ -105,6 +107,7 @@ class GroupLife:
         self._budget = RestartBudget(plan.restart_budget)
         self._tracer = tracer
         self._step_timeout_s = plan.step_timeout_s
+        self._model = plan.model
         self._flight = plan.flight
         self._observer = observer
         self._on_result = on_result
@@ -161,7 +164,7 @@ class GroupLife:
         for observer in self.observers:
             observer.epoch_ended(end)
         # In a context of its own: this is called from within the old epoch's tasks.
-        self._recovery = asyncio.create_task(self._recover(end), name="recovery", context=contextvars.Context())
+        self._recovery = asyncio.create_task(self._recover(end), name="recovery", context=without_span())
 
     async def _recover(self, end: EpochEnd) -> None:
         began, group = time.monotonic(), self.group
@@ -209,6 +212,7 @@ class GroupLife:
     def _span(self, end: EpochEnd) -> Iterator[None]:
         """The root span of a recovery; the phases of the new epoch are below it."""
         attributes: dict[str, str | int | bool] = {
+            names.GEN_AI_REQUEST_MODEL: self._model,
             names.EPOCH: end.epoch,
             names.RANK: end.root.rank.rank,
             names.WORKER: end.root.rank.port.address,

@@ -15,3 +15,10 @@ def draining() -> StepwireError:
     """Once the service is told to end."""
     text = "the service is shutting down and takes no new requests; try another replica"
     return StepwireError("DRAINING", text, retry_after_s=RETRY_AFTER_S)
+
+
+def unloading(model: str) -> StepwireError:
+    """While a model is being unloaded."""
+    return StepwireError(
+        "DRAINING", f"the model {model!r} is being unloaded and takes no new requests", {"model": model}
+    )

@@ -35,6 +35,7 @@ _log = structlog.stdlib.get_logger(__name__)
 class ReplicaParts:
     """What all replicas of a model share. `on_defect` is called when a step loop itself fails."""
 
+    model_name: str
     model: ServedModel
     tracer: Tracer
     metrics: EngineMetrics
@@ -61,7 +62,7 @@ class Replica:
         on_lost: "Callable[[Replica, StepwireError], None]",
     ) -> None:
         self.number = number
-        self.tracing = StepTracing(parts.tracer, parts.metrics, parts.step_traces)
+        self.tracing = StepTracing(parts.tracer, parts.metrics, parts.step_traces, parts.model_name)
         self.is_leaving = False
         """Whether it takes no new requests, because it was told to drain."""
         self.sleep_level = SleepLevel.AWAKE

@@ -1,7 +1,6 @@
 """The replicas of one model: which one takes a request, and what becomes of requests when one is lost."""
 
 import asyncio
-import contextvars
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import structlog
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.request import Request
 from scheduler_service.engine.changes import Changes
+from scheduler_service.engine.contexts import without_span
 from scheduler_service.engine.grammars import EPOCH_ENDS
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.placing import Placing
@@ -205,7 +205,7 @@ class Replicas:
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         # In a context of its own: this is called from within the old epoch's tasks.
-        self._moves.begin(work, context=contextvars.Context())
+        self._moves.begin(work, context=without_span())
 
 
 async def _wait_for(event: asyncio.Event, error: StepwireError) -> None:

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import structlog
-from opentelemetry.trace import Status, StatusCode, Tracer
+from opentelemetry.trace import Tracer
 
 from scheduler_service.engine.causes import COLLECT_S, OF_OTHERS
 from scheduler_service.engine.group import LOST_AFTER_S, fenced
-from scheduler_service.engine.ports import LoadSummary, MemoryReport, Phase, Place, WorkerPort, WorkerStatus
+from scheduler_service.engine.ports import Device, LoadSummary, MemoryReport, Phase, Place, WorkerPort, WorkerStatus
 from scheduler_service.engine.progress import ProgressReport, progress_report
 from scheduler_service.engine.ranks import Rank, rank_failed
+from scheduler_service.engine.startup_spans import startup_phase
 from scheduler_service.engine.supervision import Supervision, Unsupervised
 from stepwire.rpc.errors import StepwireError
-from stepwire.telemetry import names
 
 _RETRY_EVERY_S = 0.1
 _STATUS_TIMEOUT_S = 2.0
@@ -31,6 +31,7 @@ _NOT_YET_THERE = frozenset({"MODEL_NOT_READY", "DEADLINE_EXCEEDED"})
 _log = structlog.stdlib.get_logger(__name__)
 T = TypeVar("T")
 Hook = Callable[[Sequence[WorkerPort]], Awaitable[None]]
+DeviceHook = Callable[[Rank, Device], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,15 @@ class GroupStarter:
     """Makes a group of workers ready, as often as asked; each time in a new epoch.
 
     `hooks` are called with the ports of all ranks once these are ready, before any sequence comes: whoever
-    keeps more on workers than weights and KV, such as adapters, brings it there again.
+    keeps more on workers than weights and KV, such as adapters, brings it there again. `on_device` is told which device
+    each rank has, before any weights are loaded, and may raise StepwireError.
     """
 
     def __init__(
         self, ports: Sequence[WorkerPort], plan: StartPlan, tracer: Tracer, *, supervision: Supervision | None = None
     ) -> None:
         self.hooks: list[Hook] = []
+        self.on_device: DeviceHook = lambda _rank, _device: None
         self.supervision = supervision or Unsupervised()
         sizes = plan.tensor_parallel_size, plan.pipeline_parallel_size
         self._ranks = [Rank(i, port, Place.of(i, *sizes)) for i, port in enumerate(ports)]
@@ -113,6 +116,19 @@ class GroupStarter:
                 if error.reason != "WRONG_PHASE" or kept is Phase.INITIALISED:
                     raise
                 kept = Phase(kept - 1)
+
+    async def release(self) -> None:
+        """Has the workers forget the model, in an epoch of its own. One that cannot be reached is left as it is."""
+        self._epoch += 1
+        resets = (rank.port.reset(self._epoch, self._scheduler_id, Phase.INITIALISED) for rank in self._ranks)
+        outcomes = await asyncio.gather(*resets, return_exceptions=True)
+        for rank, outcome in zip(self._ranks, outcomes, strict=True):
+            if isinstance(outcome, StepwireError):
+                _log.warning(
+                    "worker_not_released", address=rank.port.address, reason=outcome.reason, error=str(outcome)
+                )
+            elif isinstance(outcome, BaseException):
+                raise outcome
 
     async def _walk(self, statuses: Sequence[WorkerStatus], kept: Phase) -> StartedGroup:
         self._epoch = max(self._epoch, *(status.epoch for status in statuses)) + 1
@@ -188,6 +204,9 @@ class GroupStarter:
             except StepwireError as error:
                 if error.reason not in _NOT_YET_THERE:
                     raise
+                if self.supervision.is_gone(rank.port.address):
+                    text = f"the worker at {rank.port.address} ended too often and is not started again"
+                    raise StepwireError("WORKER_FAILED", text, error.metadata) from error
                 if time.monotonic() > deadline:
                     raise StepwireError(
                         "WORKER_FAILED",
@@ -228,6 +247,7 @@ class GroupStarter:
 
     async def _init_device(self, rank: Rank, rendezvous: str) -> None:
         device = await rank.port.init_device(self._epoch, self._scheduler_id, rank.place, rendezvous)
+        self.on_device(rank, device)
         _log.info(
             "device",
             rank=rank.rank,
@@ -358,36 +378,3 @@ def _num_fitting(plan: StartPlan, summaries: Sequence[LoadSummary], memory: Sequ
     """KV blocks that the rank with least memory holds."""
     block_bytes = [summary.kv_bytes_per_token * plan.block_size for summary in summaries]
     return min(report.available_bytes // size for report, size in zip(memory, block_bytes, strict=True))
-
-
-@contextmanager
-def startup_phase(tracer: Tracer, phase: str, epoch: int = 0) -> Iterator[None]:
-    """The span of one phase of a start. Epoch 0 is before there is one."""
-    with tracer.start_as_current_span(
-        names.startup_span_name(phase),
-        attributes={names.PHASE: phase, names.EPOCH: epoch, names.KEEP: True},
-        record_exception=False,
-        set_status_on_exception=False,
-    ) as span:
-        try:
-            yield
-        except StepwireError as error:
-            span.set_attribute(names.ERROR_TYPE, error.reason)
-            span.set_status(Status(StatusCode.ERROR, error.message))
-            raise
-
-
-@contextmanager
-def startup_trace(tracer: Tracer, model: str) -> Iterator[None]:
-    """The root span of a start."""
-    with tracer.start_as_current_span(
-        names.SPAN_STARTUP,
-        attributes={names.MODEL_PATH: model, names.KEEP: True},
-        record_exception=False,
-        set_status_on_exception=False,
-    ) as span:
-        try:
-            yield
-        except Exception as error:
-            span.set_status(Status(StatusCode.ERROR, str(error)))
-            raise

@@ -98,7 +98,8 @@ class _SentStep:
 class StepTracing:
     """Follows the steps and the requests of one engine. Used on the event loop alone."""
 
-    def __init__(self, tracer: Tracer, meter: StepMeter, rule: StepTraceRule) -> None:
+    def __init__(self, tracer: Tracer, meter: StepMeter, rule: StepTraceRule, model: str = "") -> None:
+        self._model = model
         self.tracer = tracer
         self.totals: EpochTotals | None = None
         self._meter = meter
@@ -200,7 +201,13 @@ class StepTracing:
         span = self.tracer.start_span(
             names.SPAN_STEP,
             Context(),
-            attributes={**_describe(step.plan), names.EPOCH: epoch, names.KEEP: True, names.IS_SLOW: is_slow},
+            attributes={
+                **_describe(step.plan),
+                names.GEN_AI_REQUEST_MODEL: self._model,
+                names.EPOCH: epoch,
+                names.KEEP: True,
+                names.IS_SLOW: is_slow,
+            },
             links=[Link(member.context) for member in members],
             start_time=start,
         )

@@ -1,8 +1,11 @@
 """What whoever started the workers knows of them, and does for the scheduler: the supervisor, where there is one."""
 
 import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from stepwire.rpc.errors import StepwireError
 
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # How a worker ends that was told to, at a second signal by 128 + its number; 4 is one that no scheduler wanted.
@@ -37,6 +40,19 @@ class Supervision(Protocol):
     def serving(self) -> None:
         """Says, before any client can know, that requests are taken: now a worker that ends is to be replaced."""
 
+    def is_gone(self, address: str) -> bool:
+        """Whether it is known that no worker will listen there any more."""
+
+    async def start_workers(self, model: Mapping[str, str]) -> Mapping[str, Any]:
+        """Has workers started for one model more, of which `model` holds settings; answers the settings of the whole
+        model, with the workers' addresses. Raises StepwireError, with nothing left running."""
+
+    def end_workers(self, addresses: Sequence[str]) -> None:
+        """Has these workers ended, as far as they were started there."""
+
+    def note_models(self, models: Sequence[Mapping[str, Any]]) -> None:
+        """Tells the settings of all models that a scheduler in place of this one would have to serve."""
+
 
 class Unsupervised:
     """Workers that somebody else looks after, such as Kubernetes: nothing is known of their ends."""
@@ -54,4 +70,21 @@ class Unsupervised:
         return worker
 
     def serving(self) -> None:
+        """Nobody listens."""
+
+    def is_gone(self, address: str) -> bool:
+        """Nobody tells."""
+        del address
+        return False
+
+    async def start_workers(self, model: Mapping[str, str]) -> Mapping[str, Any]:
+        """Nobody starts any."""
+        del model
+        text = "workers: none is named, and there is no supervisor to start any; run `stepwire worker` and name them"
+        raise StepwireError("FIELD_INVALID", text, {"field": "workers"})
+
+    def end_workers(self, addresses: Sequence[str]) -> None:
+        """They stay."""
+
+    def note_models(self, models: Sequence[Mapping[str, Any]]) -> None:
         """Nobody listens."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 
-from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.models import Models
 from scheduler_service.rpc.convert import generate_input, generate_response, model_message, prompt_of
 from stepwire.v1 import inference_pb2, inference_pb2_grpc
 
@@ -18,8 +18,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """All RPCs of inference.proto. Errors are raised as StepwireError."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     async def Generate(  # type: ignore[override]  # writes what the base class would have it yield
         self, request: inference_pb2.GenerateRequest, context: _Context
@@ -30,7 +30,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """
         call = generate_input(request, context.time_remaining(), _tenant(context))
         write = context.write
-        async with aclosing(self._engine.generate(call)) as events:
+        async with aclosing(self._models.route(call.model).generate(call)) as events:
             async for event in events:
                 await write(generate_response(event))
 
@@ -38,28 +38,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, _context: _Context
     ) -> inference_pb2.TokenizeResponse:
         """See inference.proto."""
-        return inference_pb2.TokenizeResponse(token_ids=await self._engine.tokenize(request.model, prompt_of(request)))
+        engine = self._models.get(request.model)
+        return inference_pb2.TokenizeResponse(token_ids=await engine.tokenize(prompt_of(request)))
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, _context: _Context
     ) -> inference_pb2.DetokenizeResponse:
         """See inference.proto."""
-        text = await self._engine.detokenize(
-            request.model, request.token_ids, keep_special_tokens=request.keep_special_tokens
-        )
+        engine = self._models.get(request.model)
+        text = await engine.detokenize(request.token_ids, keep_special_tokens=request.keep_special_tokens)
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, _request: inference_pb2.ListModelsRequest, _context: _Context
     ) -> inference_pb2.ListModelsResponse:
         """See inference.proto."""
-        return inference_pb2.ListModelsResponse(models=[model_message(self._engine.model_info())])
+        return inference_pb2.ListModelsResponse(models=map(model_message, self._models.infos()))
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, _context: _Context
     ) -> inference_pb2.GetModelResponse:
         """See inference.proto."""
-        return inference_pb2.GetModelResponse(model=model_message(self._engine.model_info(request.model)))
+        return inference_pb2.GetModelResponse(model=model_message(self._models.get(request.model).model_info()))
 
 
 def _tenant(context: _Context) -> str:

@@ -8,9 +8,11 @@ from typing import Any
 import click
 from pydantic import BaseModel
 
+from scheduler_service.model_settings import OWN_FIELDS
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import SettingsError
-from stepwire.cli.settings_groups import GROUPS, SettingsGroup
+from stepwire.cli.serve_plan import at_addresses, imagined_places, scheduler_settings
+from stepwire.cli.settings_groups import GROUPS, SERVE, SettingsGroup
 from stepwire.cli.settings_options import Settings, settings_options, shown, stray_variables
 from stepwire.supervisor.settings import SupervisorSettings
 from worker_service.settings import WorkerSettings
@@ -38,10 +40,12 @@ def effective(settings: Settings) -> dict[str, object]:
     values = {name: settings.raw(name) for name in settings.group.specs}
     for model, fixed in _PARTS[settings.group.name]:
         try:
-            built = settings.build(model, **fixed)
+            built = _build(settings, model, fixed)
         except SettingsError:
             continue
-        values |= {name: getattr(built, name) for name in values if name in model.model_fields and name not in fixed}
+        # Of several models each has its own.
+        left_out = fixed.keys() | (OWN_FIELDS if getattr(built, "models", ()) else ())
+        values |= {name: getattr(built, name) for name in values if name in model.model_fields and name not in left_out}
     return {name: shown(settings.group.specs[name], value) for name, value in values.items()}
 
 
@@ -73,7 +77,18 @@ def _text(value: object) -> str:
 def _check(settings: Settings) -> None:
     """Raises SettingsError for settings that the command would refuse."""
     for model, fixed in _PARTS[settings.group.name]:
-        settings.build(model, **fixed)
+        _build(settings, model, fixed)
+        for entry in settings.each_model if model is WorkerSettings else ():
+            entry.build(model, **fixed)
+
+
+def _build(settings: Settings, model: type[BaseModel], fixed: Mapping[str, object]) -> BaseModel:
+    if settings.group is SERVE and model is SchedulerSettings:
+        # It finds ports for its workers itself.
+        return scheduler_settings(
+            settings, at_addresses(settings, [place.address for place in imagined_places(settings)])
+        )
+    return settings.build(model, **fixed)
 
 
 def _command(group: SettingsGroup) -> click.Command:

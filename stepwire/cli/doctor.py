@@ -8,14 +8,15 @@ from dataclasses import asdict, replace
 import click
 
 from scheduler_service.engine.preflight import wish_of
-from scheduler_service.settings import SchedulerSettings
+from scheduler_service.engine.shares import Share
 from stepwire.cli.checks.checkpoint import check_checkpoint, check_log_dir
 from stepwire.cli.checks.devices import check_devices
 from stepwire.cli.checks.finding import Finding
-from stepwire.cli.checks.memory import check_memory, read_memory
+from stepwire.cli.checks.memory import check_memory, check_several, read_memory
 from stepwire.cli.checks.ports import check_port
 from stepwire.cli.checks.software import check_software, probe_torch
 from stepwire.cli.errors import EXIT_FAILURE
+from stepwire.cli.serve_plan import at_addresses, imagined_places, scheduler_settings, shares_of, worker_settings
 from stepwire.cli.settings_groups import SERVE
 from stepwire.cli.settings_options import Settings, settings_options, stray_variables
 from stepwire.supervisor.settings import SupervisorSettings
@@ -42,8 +43,13 @@ def doctor(settings: Settings, *, as_json: bool) -> int:
 
 def findings(settings: Settings) -> Iterator[Finding]:
     """All checks, in order. Raises SettingsError for settings that `serve` would refuse."""
-    model = settings.raw("model")
-    scheduler = settings.build(SchedulerSettings, model=model or "-")
+    entries = settings.each_model
+    places = imagined_places(settings)
+    of_models = [
+        {**fixed, "model": entry.raw("model") or "-"}
+        for entry, fixed in zip(entries, at_addresses(settings, [place.address for place in places]), strict=True)
+    ]
+    scheduler = scheduler_settings(settings, of_models)
     worker = settings.build(WorkerSettings, host="127.0.0.1", port=0)
     supervisor = settings.build(SupervisorSettings)
     torch = probe_torch()
@@ -54,8 +60,16 @@ def findings(settings: Settings) -> Iterator[Finding]:
     yield from check_memory(memory)
     yield check_port(scheduler.host, scheduler.port)
     yield check_log_dir(supervisor.log_dir)
-    wish = replace(wish_of(scheduler), kv_cache_bytes=worker.kv_cache_bytes)
-    yield check_checkpoint(scheduler.model if model else None, memory, wish, on_cpu=worker.device == "cpu")
+    shares: list[Share] = []
+    for entry, model in zip(entries, scheduler.all_models, strict=True):
+        own = places[: len(model.workers)]
+        workers = worker_settings(entry, model, scheduler, own, first=0, num_others=len(entries) - 1)
+        shares += shares_of(model, workers)
+        wish = replace(wish_of(model), kv_cache_bytes=workers[0].kv_cache_bytes)
+        path = model.model if entry.raw("model") else None
+        yield check_checkpoint(path, memory, wish, on_cpu=workers[0].device == "cpu")
+    if len(entries) > 1:
+        yield check_several(shares)
 
 
 def _check_variables() -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-Kind = Literal["text", "integer", "number", "switch", "bytes", "list"]
+Kind = Literal["text", "integer", "number", "switch", "bytes", "list", "entries"]
 
 _UNITS: Mapping[str, int] = {
     "": 1,
@@ -27,6 +27,7 @@ _NOUNS: Mapping[Kind, str] = {
     "switch": "true or false",
     "bytes": "a size in bytes, such as 4GiB",
     "list": "a list of texts",
+    "entries": "a list of tables",
 }
 
 
@@ -92,7 +93,8 @@ def _without_none(annotation: Any) -> Any:
 
 def _kind(name: str, annotation: Any) -> Kind:
     if typing.get_origin(annotation) in (list, tuple):
-        return "list"
+        (item, *_) = typing.get_args(annotation)
+        return "entries" if isinstance(item, type) and issubclass(item, BaseModel) else "list"
     if annotation is bool:
         return "switch"
     if annotation is int:
@@ -111,7 +113,7 @@ def _constraints(info: FieldInfo) -> dict[str, Any]:
 
 def _allowed(kind: Kind, constraints: Mapping[str, Any]) -> str:
     bounds = []
-    if kind in ("text", "list"):
+    if kind in ("text", "list", "entries"):
         unit = "characters" if kind == "text" else "entries"
         if "min_length" in constraints:
             bounds.append(f"at least {constraints['min_length']} {unit}")

@@ -98,7 +98,7 @@ async def _run(job: _Job, device: str, address: str | None, key: str | None) -> 
 @asynccontextmanager
 async def _own_worker(device: str, plan: "ReplayPlan") -> AsyncIterator[tuple[str, str]]:
     """A worker of this machine that ends with the block; its address and key."""
-    from stepwire.cli.serve import child_spec
+    from stepwire.cli.serve_plan import child_spec
     from stepwire.supervisor.child import Child
     from stepwire.supervisor.ports import free_port
     from worker_service.settings import WorkerSettings

@@ -1,15 +1,14 @@
 """`stepwire serve --placement ray`: the workers are on the nodes of a Ray cluster."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from loader.sources.resolve import Resolved
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import CommandError, SettingsError
-from stepwire.cli.serve import child_spec, log_path, plan, settings_variables, worker_at
+from stepwire.cli.serve_plan import child_spec, plan, settings_variables, worker_at
 from stepwire.cli.settings_options import Settings
 from stepwire.placement.place import Place
 from stepwire.supervisor.child import ChildSpec
@@ -17,11 +16,15 @@ from worker_service.settings import WorkerSettings
 
 
 @contextmanager
-def workers_on_ray(settings: Settings, found: Resolved) -> Iterator[tuple[SchedulerSettings, Sequence[ChildSpec]]]:
+def workers_on_ray(
+    settings: Settings, found: Sequence[Mapping[str, object]]
+) -> Iterator[tuple[SchedulerSettings, Sequence[ChildSpec]]]:
     """A place for each worker, held until this is left: the scheduler's settings, and how to start the workers.
 
     Raises CommandError without Ray, SettingsError, PlacementError where the cluster has no room.
     """
+    if settings.each_model[0] is not settings:
+        raise SettingsError("models are several, and --placement ray places the workers of one: set --placement local")
     try:
         from stepwire.placement.ray import RayLauncher, RayWish, placed_on_ray
     except ImportError as error:
@@ -37,12 +40,12 @@ def workers_on_ray(settings: Settings, found: Resolved) -> Iterator[tuple[Schedu
     )
     with placed_on_ray(wish, evicts=workers[0].restart_store == "auto") as placed:
         places = [each.place for each in placed]
-        scheduler = plan(settings, found, places)[0]
+        scheduler = plan(settings, found, places=places)[0]
 
         def spec_at(rank: int, place: Place) -> ChildSpec:
             places[rank] = place
-            worker = worker_at(settings, scheduler, rank, places)
-            path = log_path(Path(supervisor.log_dir), rank, scheduler)
+            worker = worker_at(settings, scheduler, scheduler, rank, places)
+            path = Path(supervisor.log_dir) / f"worker-{rank}.{scheduler.port}.log"
             spec = child_spec(f"worker {rank}", "worker", worker, path)
             return replace(spec, address=place.address, environment=_secrets(spec))
 

@@ -12,9 +12,9 @@ from worker_service.settings import WorkerSettings
 @click.command()
 @settings_options(SERVE)
 def serve(settings: Settings) -> int:
-    """Serve a model on this machine.
+    """Serve a model, or several, on this machine.
 
-    Starts a scheduler and a worker as processes of its own, and ends them when it ends. The first
+    Starts a scheduler and workers as processes of its own, and ends them when it ends. The first
     SIGTERM or Ctrl-C lets running requests finish, the second ends at once.
     """
     from stepwire.cli.serve import serve_here
@@ -31,19 +31,17 @@ def scheduler(settings: Settings) -> int:
     run already or come up within --worker-timeout.
     """
     line = end_with_supervisor()
-    values = settings.build(SchedulerSettings)
-    from loader.sources.resolve import resolve
+    settings.build(SchedulerSettings)
     from scheduler_service.main import serve as serve_scheduler
+    from stepwire.cli.serve_plan import located, scheduler_settings
     from stepwire.cli.supervised import Supervised
     from stepwire.rpc.run import run
 
     if line is not None and is_standby():
         line.wait_for_go()
     supervision = None if line is None else Supervised(line)
-    with resolve(values.model, report=lambda text: click.echo(f"stepwire scheduler: {text}", err=True)) as found:
-        name = values.served_model_name or found.name
-        values = values.model_copy(update={"model": str(found.path), "served_model_name": name})
-        return run(serve_scheduler(values, supervision))
+    with located(settings, report=lambda text: click.echo(f"stepwire scheduler: {text}", err=True)) as found:
+        return run(serve_scheduler(scheduler_settings(settings, found), supervision))
 
 
 @click.command()

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -12,9 +12,11 @@ import click
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from scheduler_service.model_settings import OWN_FIELDS, ModelSettings
 from stepwire.cli.config_file import read_config_file
 from stepwire.cli.errors import SettingsError
 from stepwire.cli.field_specs import FieldSpec, parse_bytes
+from stepwire.cli.model_entries import Entry, entry_text, parse_entries
 from stepwire.cli.settings_groups import GROUPS, SettingsGroup
 
 CONFIG_VARIABLE = "STEPWIRE_CONFIG"
@@ -59,11 +61,34 @@ class Setting:
 
 
 class Settings:
-    """The settings of one run of a command."""
+    """The settings of one run of a command, or of one of the models that it serves."""
 
-    def __init__(self, group: SettingsGroup, given: Mapping[str, Setting]) -> None:
+    def __init__(
+        self, group: SettingsGroup, given: Mapping[str, Setting], models: "Sequence[Settings]" = (), place: str = ""
+    ) -> None:
         self.group = group
         self._given = given
+        self._models = models
+        self._place = place
+
+    @property
+    def each_model(self) -> "Sequence[Settings]":
+        """Those of each model that is served: these, unless `models` names several."""
+        return self._models or [self]
+
+    def of_model(self, entry: Entry, place: str, source: Origin) -> "Settings":
+        """Those of a model: what `entry` says, and else what these say and is no model's own.
+
+        `place` and `source` say where the entry stands. Raises SettingsError.
+        """
+        own: dict[str, Setting] = {}
+        for name, value in entry.items():
+            origin = Origin(source.kind, f"{name} of {place} ({source.name})")
+            if name not in self.group.of_each_model:
+                raise SettingsError(f"{origin.name}: {_no_such(name, self.group.of_each_model)}")
+            own[name] = Setting(_convert(self.group.specs[name], value, origin), origin)
+        common = {name: setting for name, setting in self._given.items() if name not in OWN_FIELDS}
+        return Settings(self.group, {**common, **own}, place=place)
 
     def origin(self, name: str) -> Origin:
         """Where a setting came from."""
@@ -78,6 +103,8 @@ class Settings:
     def build(self, model: type[Model], /, **fixed: object) -> Model:
         """The checked settings of one model; `fixed` wins. Raises SettingsError naming each wrong value's source."""
         data = {name: given.value for name, given in self._given.items() if name in model.model_fields}
+        if self._models and "models" in model.model_fields and "models" not in fixed:
+            data["models"] = [each.build(ModelSettings) for each in self._models]
         try:
             return model(**{**data, **fixed})
         except ValidationError as error:
@@ -89,8 +116,10 @@ class Settings:
         spec = self.group.specs.get(name)
         text = details["msg"].removeprefix("Value error, ")
         if spec is None:
-            return f"{name}: {text}" if name else text
+            return f"{name or self._place}: {text}" if name or self._place else text
         if details["type"] == "missing":
+            if self._place:
+                return f"{name} of {self._place} is not set"
             return f"{name} is not set: give {spec.flag}, {spec.variable} or {name} in the settings file"
         refusal = _refusal(spec, self.origin(name), self.raw(name))
         # What a validator of our own says is more than what can be told from the field's type.
@@ -142,7 +171,20 @@ def gather(
         elif name in in_file:
             origin = Origin("file", in_file[name].where)
             given[name] = Setting(_convert(spec, in_file[name].value, origin), origin)
-    return Settings(group, given)
+    return Settings(group, given, _models(Settings(group, given)))
+
+
+def _models(settings: Settings) -> list[Settings]:
+    """The settings of each of several models; none where `models` names none. Raises SettingsError."""
+    if "models" not in settings.group.specs:
+        return []
+    entries, source = settings.raw("models"), settings.origin("models")
+    if not isinstance(entries, list) or not entries:
+        return []
+    for name in sorted(OWN_FIELDS & settings.group.of_each_model):
+        if settings.origin(name).kind != "default":
+            raise SettingsError(f"{settings.origin(name).name}: with models, give each of them a {name} in its entry")
+    return [settings.of_model(entry, f"models[{number}]", source) for number, entry in enumerate(entries)]
 
 
 def stray_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -153,7 +195,11 @@ def stray_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def shown(spec: FieldSpec, value: object) -> object:
-    """A value as it may be shown: secrets masked."""
+    """A value as it may be shown: secrets masked, an entry as a line."""
+    if isinstance(value, list) and spec.kind == "entries":
+        return [
+            entry_text(each.model_dump(exclude_unset=True) if isinstance(each, BaseModel) else each) for each in value
+        ]
     return MASK if spec.secret and value is not None else value
 
 
@@ -161,6 +207,8 @@ def _convert(spec: FieldSpec, value: object, origin: Origin) -> object:
     if spec.kind == "list" and isinstance(value, str | tuple):
         parts = [value] if isinstance(value, str) else value
         return [item.strip() for part in parts for item in str(part).split(",") if item.strip()]
+    if spec.kind == "entries":
+        return _entries(spec, value, origin)
     if isinstance(value, bool) and spec.kind != "switch":
         raise SettingsError(_refusal(spec, origin, value))
     if spec.kind == "bytes" and isinstance(value, str):
@@ -169,6 +217,24 @@ def _convert(spec: FieldSpec, value: object, origin: Origin) -> object:
         except ValueError as error:
             raise SettingsError(_refusal(spec, origin, value)) from error
     return value
+
+
+def _entries(spec: FieldSpec, value: object, origin: Origin) -> list[Entry]:
+    if isinstance(value, str | tuple):
+        try:
+            return [entry for text in ([value] if isinstance(value, str) else value) for entry in parse_entries(text)]
+        except ValueError as error:
+            raise SettingsError(f"{origin.name}: {error}") from error
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise SettingsError(_refusal(spec, origin, value))
+    return value
+
+
+def _no_such(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return (
+        f"no such setting of a model; {f'did you mean {near[0]}?' if near else 'known are ' + ', '.join(sorted(known))}"
+    )
 
 
 def _refusal(spec: FieldSpec, origin: Origin, value: object) -> str:
@@ -182,7 +248,7 @@ def _option(spec: FieldSpec, *, needs_all: bool) -> Callable[[Callable[..., Any]
         names = f"{spec.flag}/--no-{spec.flag[2:]}"
         return click.option(names, spec.name, default=None, help=help_text)
     metavar = "[" + "|".join(spec.choices) + "]" if spec.choices else spec.kind.upper()
-    multiple = spec.kind == "list"
+    multiple = spec.kind in ("list", "entries")
     return click.option(spec.flag, spec.name, metavar=metavar, multiple=multiple, help=help_text)
 
 

@@ -1,15 +1,21 @@
 """The supervisor, as a scheduler's engine sees it: over the line between the two processes."""
 
 import asyncio
+import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from scheduler_service.engine.supervision import ProcessEnd
+from stepwire.rpc.errors import StepwireError
 from stepwire.supervisor.line import Record, SupervisorLine
 
 _NUM_KEPT = 64
 # Its address and its process id, which alone names none where workers are on several machines.
 _Process = tuple[str, int]
+
+T = TypeVar("T")
 
 
 class Supervised:
@@ -21,6 +27,8 @@ class Supervised:
         self._ends: OrderedDict[_Process, ProcessEnd] = OrderedDict()
         self._waiting: list[tuple[_Process, asyncio.AbstractEventLoop, asyncio.Future[ProcessEnd]]] = []
         self._places: dict[str, str] = {}
+        self._gone: set[str] = set()
+        self._asked: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[Record]]] = {}
         line.listen(self._hear)
 
     async def end_of(self, address: str, process_id: int, timeout_s: float) -> ProcessEnd | None:
@@ -56,11 +64,47 @@ class Supervised:
         """See Supervision."""
         self._line.say({"serving": True})
 
+    def is_gone(self, address: str) -> bool:
+        """See Supervision."""
+        return address in self._gone
+
+    async def start_workers(self, model: Mapping[str, str]) -> Mapping[str, Any]:
+        """See Supervision."""
+        loop, question = asyncio.get_running_loop(), secrets.token_hex(8)
+        answer: asyncio.Future[Record] = loop.create_future()
+        with self._lock:
+            self._asked[question] = loop, answer
+        self._line.say({"start_workers": question, "model": dict(model)})
+        try:
+            said = await answer
+        finally:
+            with self._lock:
+                del self._asked[question]
+        if "error" in said:
+            raise StepwireError(said["reason"], said["error"], said["metadata"])
+        placed: Mapping[str, Any] = said["model"]
+        return placed
+
+    def end_workers(self, addresses: Sequence[str]) -> None:
+        """See Supervision."""
+        self._line.say({"end_workers": list(addresses)})
+
+    def note_models(self, models: Sequence[Mapping[str, Any]]) -> None:
+        """See Supervision."""
+        self._line.say({"models": list(models)})
+
     def _hear(self, record: Record) -> None:
         """On the thread that reads the line."""
         if "worker" in record:
             with self._lock:
                 self._places[str(record["worker"])] = str(record["is_at"])
+        if "gone" in record:
+            self._gone.add(str(record["gone"]))
+        with self._lock:
+            asked = self._asked.get(str(record.get("answers")))
+        if asked is not None:
+            loop, answer = asked
+            loop.call_soon_threadsafe(_answer, answer, record)
         if "ended" not in record:
             return
         process = str(record["ended"]), int(record["process_id"])
@@ -75,6 +119,6 @@ class Supervised:
             loop.call_soon_threadsafe(_answer, future, end)
 
 
-def _answer(future: "asyncio.Future[ProcessEnd]", end: ProcessEnd) -> None:
+def _answer(future: "asyncio.Future[T]", result: T) -> None:
     if not future.done():
-        future.set_result(end)
+        future.set_result(result)

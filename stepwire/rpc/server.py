@@ -30,13 +30,18 @@ LIVE = "live"
 
 
 class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
-    """grpc.health.v1 for a fixed set of services, each NOT_SERVING at first, and LIVE, which is always SERVING."""
+    """grpc.health.v1 for a set of services, each NOT_SERVING at first, and LIVE, which is always SERVING."""
 
     def __init__(self, service_names: Sequence[str]) -> None:
         super().__init__()
         # The base class starts as serving; there must be no moment at which a service that is not ready says it is.
         self._server_status = dict.fromkeys(["", *service_names], health_pb2.HealthCheckResponse.NOT_SERVING)
         self._server_status[LIVE] = health_pb2.HealthCheckResponse.SERVING
+
+    async def forget(self, service: str) -> None:
+        """A service that is there no more."""
+        await self.set(service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+        del self._server_status[service]
 
     async def set_all(self, *, serving: bool) -> None:
         """Sets the status of every service, "" included, LIVE not."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from opentelemetry.trace import SpanKind
 
-from scheduler_service.rpc.admin.adapters import AdapterRoots
+from scheduler_service.rpc.admin.roots import Roots
 from stepwire.client.admin_types import Adapter
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry.spans import SpanRecorder
@@ -248,7 +248,7 @@ async def test_names_and_paths_are_bounded(operator: Operator, name: str, path: 
 @pytest.mark.parametrize("path", ["/adapters/../etc", "/adapters", "/adaptersx/a", "/other/a", "/adapters/./../b"])
 async def test_paths_lie_below_the_roots(path: str) -> None:
     async with running_scheduler(
-        admin_key=ADMIN_KEY, adapter_roots=AdapterRoots(["/adapters/"], "0.0.0.0")
+        admin_key=ADMIN_KEY, adapter_roots=Roots("adapter_roots", ["/adapters/"], "0.0.0.0")
     ) as scheduler:
         operator = Operator(scheduler)
         error = await operator.error_of(operator.load("a", path))
@@ -258,7 +258,7 @@ async def test_paths_lie_below_the_roots(path: str) -> None:
 
 def test_off_loopback_nothing_is_allowed_without_roots() -> None:
     with pytest.raises(StepwireError, match="reachable from other machines"):
-        AdapterRoots([], "10.0.0.1").check("/adapters/a")
+        Roots("adapter_roots", [], "10.0.0.1").check("/adapters/a")
 
 
 async def test_the_number_of_adapters_is_bounded() -> None:

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from scheduler_service.engine.start import startup_trace
+from scheduler_service.engine.startup_spans import startup_trace
 from stepwire.telemetry import names
 from stepwire.telemetry.trace import get_tracer
 from stepwire.v1 import inference_pb2 as pb
@@ -172,7 +172,7 @@ async def test_preemption_shows_as_events(spans: Spans) -> None:
 
 async def test_a_start_is_one_trace_with_a_span_for_each_phase_and_call(spans: Spans) -> None:
     tracer = get_tracer(spans.provider)
-    with startup_trace(tracer, "/models/tiny"):
+    with startup_trace(tracer, "/models/tiny", "tiny"):
         async with running_scheduler(tracer_provider=spans.provider) as scheduler:
             pass
     started = next(span for span in spans.all() if span.name == names.SPAN_STARTUP)
@@ -190,7 +190,7 @@ async def test_a_start_is_one_trace_with_a_span_for_each_phase_and_call(spans: S
 
 async def test_the_trace_of_a_start_ends_with_it(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_service.engine.group.HEARTBEAT_EVERY_S", 0.02)
-    with startup_trace(get_tracer(spans.provider), "/models/tiny"):
+    with startup_trace(get_tracer(spans.provider), "/models/tiny", "tiny"):
         async with running_scheduler(tracer_provider=spans.provider) as scheduler:
             asked = scheduler.worker.calls.count("GetStatus")
             await until(lambda: scheduler.worker.calls.count("GetStatus") > asked + 1)

@@ -15,6 +15,8 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.flight import FlightFacts, FlightRecorder
 from scheduler_service.engine.grammars import GrammarChecker
+from scheduler_service.engine.metrics import EngineMetricFamilies
+from scheduler_service.engine.models import Models
 from scheduler_service.engine.recovery import EpochObserver, LifePlan
 from scheduler_service.engine.served import ServedModel
 from scheduler_service.engine.sleep import SleepRule
@@ -23,7 +25,7 @@ from scheduler_service.engine.supervision import Supervision
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tenants import TenantRules
 from scheduler_service.engine.tokens import Tokens
-from scheduler_service.rpc.admin.adapters import AdapterRoots
+from scheduler_service.rpc.admin.roots import Roots
 from scheduler_service.rpc.admin.servicer import ADMIN_SERVICE_NAME, AdminServicer
 from scheduler_service.rpc.flight_log import FlightLog
 from scheduler_service.rpc.servicer import SERVICE_NAME, InferenceServicer
@@ -46,20 +48,11 @@ ADMIN_KEY = "an-admin-key-of-some-length"
 T = TypeVar("T")
 
 
-@dataclass
-class RunningScheduler:
-    """What a test needs of a scheduler that runs."""
+class Door:
+    """What clients and operators do with a scheduler."""
 
-    engine: Engine
     stub: Any
-    worker: FakeWorker
-    worker_server: FakeWorkerServer
-    tokenizer: Tokenizer
     address: str
-    metrics: Metrics
-    starter: GroupStarter
-    worker_servers: list[FakeWorkerServer] = field(default_factory=list)
-    """One a replica; the first is `worker_server`."""
 
     async def generate(self, timeout: float | None = 60.0, **fields: Any) -> list[pb.GenerateResponse]:
         """All messages of one call. Raises StepwireError."""
@@ -85,9 +78,38 @@ class RunningScheduler:
 
         return await asyncio.to_thread(run)
 
+
+@dataclass
+class RunningScheduler(Door):
+    """What a test needs of a scheduler that runs."""
+
+    engine: Engine
+    stub: Any
+    worker: FakeWorker
+    worker_server: FakeWorkerServer
+    tokenizer: Tokenizer
+    address: str
+    metrics: Metrics
+    starter: GroupStarter
+    worker_servers: list[FakeWorkerServer] = field(default_factory=list)
+    """One a replica; the first is `worker_server`."""
+
     def free_blocks(self) -> int:
         """Blocks that no sequence holds."""
         return self.engine.model_info().num_free_blocks
+
+
+class _Operator:
+    """Adds replicas; which models there are stays as it is."""
+
+    def __init__(self, add_replica: Any) -> None:
+        self.add_replica = add_replica
+
+    async def load(self, settings: Any, workers: Any) -> Any:
+        raise NotImplementedError
+
+    async def unload(self, name: str, drain_s: float | None) -> None:
+        raise NotImplementedError
 
 
 def start_plan(**changes: Any) -> StartPlan:
@@ -122,7 +144,7 @@ async def running_scheduler(
     tenants: TenantRules | None = None,
     admin_key: str | None = None,
     flight_dir: str = "/nonexistent",
-    adapter_roots: AdapterRoots = AdapterRoots((), "127.0.0.1"),  # noqa: B008 - holds nothing that changes
+    adapter_roots: Roots = Roots("adapter_roots", (), "127.0.0.1"),  # noqa: B008 - holds nothing that changes
     max_adapters: int = 64,
     grammar_timeout_s: float = 20.0,
     num_replicas: int = 1,
@@ -136,7 +158,10 @@ async def running_scheduler(
         await worker_server.start(tracer_provider)
     tracer = get_tracer(tracer_provider)
     metrics = Metrics()
-    engine = Engine(MODEL, tracer, tenants or TenantRules(), metrics, max_adapters=max_adapters, sleep_rule=sleep_rule)
+    families = EngineMetricFamilies(metrics)
+    engine = Engine(MODEL, tracer, tenants or TenantRules(), families, max_adapters=max_adapters, sleep_rule=sleep_rule)
+    models = Models(families)
+    models.add(engine)
     plan = start_plan(**plan_changes)
     clients: list[WorkerClient] = []
 
@@ -162,14 +187,15 @@ async def running_scheduler(
             started, config, LifePlan(starter, step_timeout_s, restart_budget, flight, [log, *observers])
         )
 
-    async def add_replica(addresses: Sequence[str]) -> int:
+    async def add_replica(_model: str, addresses: Sequence[str]) -> int:
         return await engine.add_replica((await start(addresses))[1])
 
     keys = {} if admin_key is None else {ADMIN_SERVICE_NAME: admin_key}
     server = create_server(tracer_provider=tracer_provider, max_message_bytes=64 << 20, service_keys=keys)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine), server)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(models), server)
     if keys:
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(engine, adapter_roots, add_replica), server)
+        servicer = AdminServicer(models, _Operator(add_replica), adapter_roots, adapter_roots)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
     add_standard_services(server, [SERVICE_NAME, *keys])
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()

@@ -82,14 +82,24 @@ def is_idle(model: Model) -> bool:
 
 
 @contextmanager
-def serve(model: Path, folder: Path, *flags: str, prefix: Sequence[str] = ()) -> Iterator[Server]:
-    """`stepwire serve` on a free port, ready; afterwards none of its processes may be left.
+def serve(model: Path | None, folder: Path, *flags: str, prefix: Sequence[str] = ()) -> Iterator[Server]:
+    """`stepwire serve` on a free port, ready; afterwards none of its processes may be left. `flags` name the models
+    where `model` is None.
 
     One CPU thread, since tests share their cores with the server. `prefix` is a command that becomes it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port, log_path = free_port(), folder / "serve.log"
-    arguments = ["serve", "--model", str(model), "--port", str(port), "--log-dir", str(folder), "--threads", "1"]
+    arguments = [
+        "serve",
+        *(() if model is None else ("--model", str(model))),
+        "--port",
+        str(port),
+        "--log-dir",
+        str(folder),
+        "--threads",
+        "1",
+    ]
     # A process that stands by costs the imports of another: only tests of restarts pay for it.
     arguments += ["--no-standby"]
     with marked() as mark, running([*arguments, *flags], log_path, {MARK_VARIABLE: mark}, prefix=prefix) as process:

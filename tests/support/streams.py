@@ -76,9 +76,9 @@ async def finished(streams: list[FollowedStream], within_s: float = 60.0) -> Non
         await asyncio.gather(*(stream.task for stream in streams))
 
 
-async def undisturbed(client: AsyncClient, jobs: list[Job]) -> dict[Job, FollowedStream]:
+async def undisturbed(client: AsyncClient, jobs: list[Job], **keywords: object) -> dict[Job, FollowedStream]:
     """What each gives when nothing happens."""
-    streams = [FollowedStream(client, job) for job in jobs]
+    streams = [FollowedStream(client, job, **keywords) for job in jobs]
     await finished(streams)
     for stream in streams:
         assert stream.error is None, stream.error

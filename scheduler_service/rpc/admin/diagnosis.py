@@ -2,8 +2,8 @@
 
 from collections.abc import AsyncIterator, Iterator
 
-from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.group import WorkerGroup
+from scheduler_service.engine.models import Models
 from scheduler_service.engine.profile import GroupProfile, profile_group
 from scheduler_service.engine.refusals import not_ready
 from scheduler_service.rpc.flight_file import recording
@@ -19,8 +19,8 @@ _MOST_TIMEOUT_S = 600.0
 class DiagnosisCalls:
     """Profile and GetFlight."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._is_profiling = False
 
     async def profile(self, request: pb.ProfileRequest) -> AsyncIterator[pb.ProfileResponse]:
@@ -29,7 +29,7 @@ class DiagnosisCalls:
         if not 0 < timeout_s <= _MOST_TIMEOUT_S:
             text = f"timeout of {timeout_s:g} s lies outside 0 to {_MOST_TIMEOUT_S:g} s"
             raise StepwireError("FIELD_OUT_OF_RANGE", text, {"field": "timeout"})
-        group = self._group(request.replica)
+        group = self._group(request.model, request.replica)
         if self._is_profiling:
             raise StepwireError("QUEUE_FULL", "another profile goes on: ask again when it is done", {}, timeout_s)
         self._is_profiling = True
@@ -43,13 +43,13 @@ class DiagnosisCalls:
 
     async def flight(self, request: pb.GetFlightRequest) -> AsyncIterator[pb.GetFlightResponse]:
         """See admin.proto."""
-        group = self._group(request.replica)
+        group = self._group(request.model, request.replica)
         message = recording(group.flight, group.epoch, "asked for")
         for chunk in _chunks(message.SerializeToString()):
             yield pb.GetFlightResponse(recording=chunk)
 
-    def _group(self, number: int) -> WorkerGroup:
-        replicas = {replica.number: replica for replica in self._engine.replicas}
+    def _group(self, model: str, number: int) -> WorkerGroup:
+        replicas = {replica.number: replica for replica in self._models.get(model).replicas}
         if replicas and number not in replicas:
             text = f"there is no replica {number}; these are: {', '.join(map(str, replicas))}"
             raise StepwireError("FIELD_INVALID", text, {"field": "replica", "found": str(number)})

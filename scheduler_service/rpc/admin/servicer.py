@@ -5,10 +5,12 @@ from typing import Any
 
 import grpc
 
-from scheduler_service.engine.engine import Engine
-from scheduler_service.rpc.admin.adapters import AdapterCalls, AdapterRoots
+from scheduler_service.engine.models import Models
+from scheduler_service.rpc.admin.adapters import AdapterCalls
 from scheduler_service.rpc.admin.diagnosis import DiagnosisCalls
-from scheduler_service.rpc.admin.replicas import AddReplica, ReplicaCalls
+from scheduler_service.rpc.admin.models import ModelCalls, ModelOperator
+from scheduler_service.rpc.admin.replicas import ReplicaCalls
+from scheduler_service.rpc.admin.roots import Roots
 from scheduler_service.rpc.admin.sleep import SleepCalls
 from scheduler_service.rpc.admin.state import StateCalls
 from stepwire.v1 import admin_pb2, admin_pb2_grpc
@@ -21,16 +23,29 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """All RPCs of admin.proto. Errors are raised as StepwireError; the server has checked the admin key."""
 
-    def __init__(self, engine: Engine, adapter_roots: AdapterRoots, add_replica: AddReplica) -> None:
-        self._state = StateCalls(engine)
-        self._diagnosis = DiagnosisCalls(engine)
-        self._replicas = ReplicaCalls(engine, add_replica)
-        self._adapters = AdapterCalls(engine.adapters, adapter_roots)
-        self._sleep = SleepCalls(engine.sleeper)
+    def __init__(self, models: Models, operator: ModelOperator, adapter_roots: Roots, model_roots: Roots) -> None:
+        self._state = StateCalls(models)
+        self._models = ModelCalls(operator, model_roots)
+        self._diagnosis = DiagnosisCalls(models)
+        self._replicas = ReplicaCalls(models, operator.add_replica)
+        self._adapters = AdapterCalls(models, adapter_roots)
+        self._sleep = SleepCalls(models)
 
-    async def GetState(self, _request: admin_pb2.GetStateRequest, _context: _Context) -> admin_pb2.GetStateResponse:
+    async def GetState(self, request: admin_pb2.GetStateRequest, _context: _Context) -> admin_pb2.GetStateResponse:
         """See admin.proto."""
-        return self._state.get()
+        return self._state.get(request)
+
+    async def LoadModel(
+        self, request: admin_pb2.AdminServiceLoadModelRequest, _context: _Context
+    ) -> admin_pb2.AdminServiceLoadModelResponse:
+        """See admin.proto."""
+        return await self._models.load(request)
+
+    async def UnloadModel(
+        self, request: admin_pb2.UnloadModelRequest, _context: _Context
+    ) -> admin_pb2.UnloadModelResponse:
+        """See admin.proto."""
+        return await self._models.unload(request)
 
     async def Profile(
         self, request: admin_pb2.ProfileRequest, _context: _Context
@@ -77,13 +92,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return await self._sleep.sleep(request)
 
     async def WakeUp(
-        self, _request: admin_pb2.AdminServiceWakeUpRequest, _context: _Context
+        self, request: admin_pb2.AdminServiceWakeUpRequest, _context: _Context
     ) -> admin_pb2.AdminServiceWakeUpResponse:
         """See admin.proto."""
-        return await self._sleep.wake_up()
+        return await self._sleep.wake_up(request)
 
     async def ListAdapters(
-        self, _request: admin_pb2.AdminServiceListAdaptersRequest, _context: _Context
+        self, request: admin_pb2.AdminServiceListAdaptersRequest, _context: _Context
     ) -> admin_pb2.AdminServiceListAdaptersResponse:
         """See admin.proto."""
-        return self._adapters.list()
+        return self._adapters.list(request)

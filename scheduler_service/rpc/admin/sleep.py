@@ -1,7 +1,7 @@
 """Sleep and WakeUp, as AdminService takes them."""
 
+from scheduler_service.engine.models import Models
 from scheduler_service.engine.ports import SleepLevel
-from scheduler_service.engine.sleep import Sleeper
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import admin_pb2 as pb
 from stepwire.v1 import worker_pb2
@@ -12,8 +12,8 @@ _LEVELS = {int(level): level for level in (SleepLevel.KEEP_WEIGHTS, SleepLevel.D
 class SleepCalls:
     """Both calls."""
 
-    def __init__(self, sleeper: Sleeper) -> None:
-        self._sleeper = sleeper
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     async def sleep(self, request: pb.AdminServiceSleepRequest) -> pb.AdminServiceSleepResponse:
         """See admin.proto."""
@@ -22,10 +22,10 @@ class SleepCalls:
             names = ", ".join(f"SLEEP_LEVEL_{level.name}" for level in _LEVELS.values())
             metadata = {"field": "level", "found": str(request.level), "expected": names}
             raise StepwireError("FIELD_INVALID", f"level is {request.level}; expected one of {names}", metadata)
-        in_force = await self._sleeper.sleep(level)
+        in_force = await self._models.get(request.model).sleeper.sleep(level)
         return pb.AdminServiceSleepResponse(level=worker_pb2.SleepLevel.ValueType(in_force))
 
-    async def wake_up(self) -> pb.AdminServiceWakeUpResponse:
+    async def wake_up(self, request: pb.AdminServiceWakeUpRequest) -> pb.AdminServiceWakeUpResponse:
         """See admin.proto."""
-        await self._sleeper.wake_up()
+        await self._models.get(request.model).sleeper.wake_up()
         return pb.AdminServiceWakeUpResponse()

@@ -4,8 +4,8 @@ import time
 
 from google.protobuf import duration_pb2
 
-from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.group import RankReport
+from scheduler_service.engine.models import Models
 from scheduler_service.rpc.convert import model_message
 from stepwire.v1 import admin_pb2 as pb
 
@@ -13,13 +13,13 @@ from stepwire.v1 import admin_pb2 as pb
 class StateCalls:
     """GetState."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._began = time.monotonic()
 
-    def get(self) -> pb.GetStateResponse:
+    def get(self, request: pb.GetStateRequest) -> pb.GetStateResponse:
         """See admin.proto."""
-        engine = self._engine
+        engine = self._models.get(request.model)
         replicas = list(engine.replicas)
         epochs = [replica.group.epoch for replica in replicas if replica.group is not None]
         return pb.GetStateResponse(
@@ -28,6 +28,7 @@ class StateCalls:
             workers=[_worker(replica.number, report) for replica in replicas for report in replica.rank_reports()],
             call_count=engine.num_calls,
             uptime=_duration(time.monotonic() - self._began),
+            models=[each.model_name for each in self._models],
         )
 
 

@@ -1,11 +1,13 @@
 """Memory, its limit, and shared memory."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scheduler_service.engine.shares import Share, check_shares
 from stepwire.cli.checks.finding import Finding, human_bytes
+from stepwire.rpc.errors import StepwireError
 
 _LOW_BYTES = 2 * 1024**3
 # What Docker gives a container unless told otherwise; collectives between ranks need more.
@@ -55,6 +57,17 @@ def check_memory(memory: Memory | None, shm: Path = Path("/dev/shm")) -> Iterato
         else:
             yield Finding("ok", "memory", text)
     yield _check_shm(shm)
+
+
+def check_several(shares: Sequence[Share]) -> Finding:
+    """Whether several models together claim no more than their devices have."""
+    try:
+        check_shares(shares)
+    except StepwireError as error:
+        text, _, remedy = error.message.rpartition("; ")
+        return Finding("fail", "models", text, remedy)
+    held = ", ".join(f"{share.model} {share.part:.2f} of {share.device}" for share in shares)
+    return Finding("ok", "models", held)
 
 
 def _check_shm(path: Path) -> Finding:

@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from scheduler_service.model_settings import ModelSettings
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import SettingsError
 from stepwire.cli.settings_groups import SCHEDULER, SERVE, WORKER, SettingsGroup
@@ -142,7 +143,7 @@ def test_options_reach_the_command_and_are_in_its_help() -> None:
 
 def test_serve_takes_every_setting_of_the_scheduler_but_its_workers() -> None:
     assert set(SCHEDULER.specs) - set(SERVE.specs) == {"workers"}
-    of_workers = {"local_ranks", "model_roots", "scheduler_timeout", "rendezvous", "collective_interface"}
+    of_workers = {"local_ranks", "scheduler_timeout", "rendezvous", "collective_interface"}
     assert set(WORKER.specs) - set(SERVE.specs) == of_workers
 
 
@@ -164,3 +165,62 @@ def test_a_key_that_no_metadata_can_carry_is_refused() -> None:
     with pytest.raises(SettingsError) as raised:
         gather(SCHEDULER, {"model": "m", "cluster_key": key}, {}, None).build(SchedulerSettings)
     assert key not in raised.value.message
+
+
+def several(*entries: str, **flags: object) -> Settings:
+    """Of `stepwire serve` with these models."""
+    return gather(SERVE, {"models": entries, **flags}, {}, None)
+
+
+def test_each_model_has_its_own_settings_and_those_that_are_common() -> None:
+    given = several("model=/m/a,tp=2", "model=/m/b,memory_fraction=0.4,kv_cache_bytes=1k", max_num_seqs="7")
+    first, second = given.each_model
+    assert (first.raw("tp"), second.raw("tp")) == ("2", 1)
+    assert [each.build(ModelSettings, workers=["h:1"], tp=1).max_num_seqs for each in (first, second)] == [7, 7]
+    assert second.build(WorkerSettings).memory_fraction == 0.4
+    assert second.build(WorkerSettings).kv_cache_bytes == 1024
+    assert second.origin("memory_fraction").name == "memory_fraction of models[1] (--models)"
+    alone = gather(SERVE, {"model": "m"}, {}, None)
+    assert list(alone.each_model) == [alone]
+
+
+def test_models_of_a_file_and_of_a_variable(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text("tp = 2\n[[models]]\nmodel = '/m/a'\ntp = 1\n[[models]]\nmodel = '/m/b'\nadapter = ['x=/x']\n")
+    first, second = gather(SERVE, {}, {}, str(path)).each_model
+    assert (first.raw("tp"), second.raw("tp"), second.raw("adapter")) == (1, 2, ["x=/x"])
+    variable = {"STEPWIRE_MODELS": "model=/m/a,workers=h:1\nmodel=/m/b,workers=h:2,workers=h:3,tp=2"}
+    built = gather(SCHEDULER, {}, variable, None).build(SchedulerSettings)
+    assert [(model.name, model.workers) for model in built.models] == [("a", ["h:1"]), ("b", ["h:2", "h:3"])]
+
+
+@pytest.mark.parametrize(
+    ("entries", "flags", "text"),
+    [
+        (("model=/m/a,memory_fractoin=1",), {}, "did you mean memory_fraction"),
+        (("model=/m/a,port=1",), {}, "port of models[0] (--models): no such setting of a model"),
+        (("model=/m/a", "tp"), {}, "--models: 'tp' is not KEY=VALUE"),
+        (("model=/m/a",), {"model": "/m/b"}, "--model: with models, give each of them a model in its entry"),
+        (("model=/m/a",), {"adapter": ("x=/x",)}, "--adapter: with models"),
+    ],
+)
+def test_entries_that_cannot_be_are_refused(entries: tuple[str, ...], flags: dict[str, object], text: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        several(*entries, **flags)
+    assert text in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ("served_model_name=a", "model of models[0] is not set"),
+        ("model=/m/a,dtype=x", "dtype of models[0] (--models): 'x' is not allowed"),
+        ("model=/m/a,max_num_seqs=9999", "max_num_seqs of models[0] (--models): '9999' is not allowed"),
+        ("model=/m/a,max_num_seqs=600", "models[0]: max_num_batched_tokens (512) must be at least"),
+    ],
+)
+def test_a_wrong_value_of_a_model_names_its_place(entry: str, text: str) -> None:
+    (given,) = several(entry).each_model
+    with pytest.raises(SettingsError) as raised:
+        given.build(ModelSettings)
+    assert text in raised.value.message

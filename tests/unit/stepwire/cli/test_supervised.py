@@ -4,8 +4,11 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from scheduler_service.engine.supervision import ProcessEnd
 from stepwire.cli.supervised import Supervised
+from stepwire.rpc.errors import StepwireError
 from stepwire.supervisor.line import Record
 
 
@@ -81,3 +84,38 @@ def test_that_requests_are_taken_is_said() -> None:
     line = Line()
     Supervised(line).serving()  # type: ignore[arg-type]
     assert line.said == [{"serving": True}]
+
+
+async def test_workers_are_asked_for_and_come_with_their_models_settings() -> None:
+    line = Line()
+    supervised = Supervised(line)  # type: ignore[arg-type]
+    asked = asyncio.create_task(supervised.start_workers({"model": "/m"}))
+    await asyncio.sleep(0)
+    (said,) = line.said
+    assert said["model"] == {"model": "/m"}
+    line.tell({"answers": "another", "model": {}})
+    line.tell({"answers": said["start_workers"], "model": {"model": "/m", "workers": ["h:1"]}})
+    assert await asked == {"model": "/m", "workers": ["h:1"]}
+
+
+async def test_a_refusal_is_the_error_that_it_was() -> None:
+    line = Line()
+    supervised = Supervised(line)  # type: ignore[arg-type]
+    asked = asyncio.create_task(supervised.start_workers({"model": "/m"}))
+    await asyncio.sleep(0)
+    refusal = {"reason": "OUT_OF_MEMORY", "error": "no room", "metadata": {"device": "cpu"}}
+    line.tell({"answers": line.said[0]["start_workers"], **refusal})
+    with pytest.raises(StepwireError, match="no room") as caught:
+        await asked
+    assert (caught.value.reason, caught.value.metadata) == ("OUT_OF_MEMORY", {"device": "cpu"})
+
+
+def test_what_is_served_and_what_is_gone_is_told() -> None:
+    line = Line()
+    supervised = Supervised(line)  # type: ignore[arg-type]
+    supervised.end_workers(["h:1"])
+    supervised.note_models([{"model": "/m"}])
+    assert line.said == [{"end_workers": ["h:1"]}, {"models": [{"model": "/m"}]}]
+    assert not supervised.is_gone("h:1")
+    line.tell({"gone": "h:1"})
+    assert supervised.is_gone("h:1")

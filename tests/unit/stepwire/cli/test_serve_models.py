@@ -1,0 +1,158 @@
+"""The processes of `stepwire serve` as models come and go; a supervisor is noted, not run."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_service.model_settings import ModelSettings
+from stepwire.cli.serve_models import Fleet
+from stepwire.cli.serve_plan import plan
+from stepwire.cli.settings_groups import SERVE
+from stepwire.cli.settings_options import gather
+from stepwire.supervisor.child import ChildSpec
+from stepwire.supervisor.line import Record
+from tests.support.tiny_checkpoint import make_tiny_llama
+
+
+class FakeSupervisor:
+    """What the fleet has asked for."""
+
+    def __init__(self) -> None:
+        self.added: list[ChildSpec] = []
+        self.ended: list[Collection[str]] = []
+        self.schedulers: list[ChildSpec] = []
+        self.said: list[Record] = []
+        self.failure: OSError | None = None
+        self.heard = asyncio.Event()
+
+    async def add_workers(self, specs: Sequence[ChildSpec]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.added += specs
+
+    async def end_workers(self, addresses: Collection[str]) -> None:
+        self.ended.append(addresses)
+        self.heard.set()
+
+    def change_scheduler(self, spec: ChildSpec) -> None:
+        self.schedulers.append(spec)
+
+    def tell_scheduler(self, record: Record) -> None:
+        self.said.append(record)
+        self.heard.set()
+
+
+class Rig:
+    """A fleet that serves one model, "a", and what becomes of what it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        settings = gather(SERVE, {"model": str(folder / "a"), "max_num_seqs": "7", "memory_fraction": "0.5"}, {}, None)
+        scheduler, workers, supervisor = plan(settings)
+        self.lines: list[str] = []
+        self.scheduler = scheduler
+        self.supervisor = FakeSupervisor()
+        self.fleet = Fleet(settings, scheduler, supervisor, folder / "logs", self.lines.append)
+        self.fleet.supervisor = self.supervisor  # type: ignore[assignment]
+        self.first = self.fleet.worker_specs(scheduler, workers)
+
+    async def tell(self, record: Record | None) -> None:
+        self.supervisor.heard.clear()
+        self.fleet.take(record)
+        await asyncio.wait_for(self.supervisor.heard.wait(), 10)
+
+    async def load(self, name: str, **settings: str) -> dict[str, Any]:
+        await self.tell({"start_workers": "q", "model": {"model": str(self.folder / name), **settings}})
+        return dict(self.supervisor.said[-1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in "ab":
+        make_tiny_llama(folder / name)
+    return folder
+
+
+@pytest.fixture
+def rig(folder: Path) -> Rig:
+    return Rig(folder)
+
+
+async def test_workers_of_one_model_more_are_started_by_its_settings_and_those_of_all(rig: Rig) -> None:
+    answer = await rig.load("b", tp="2", memory_fraction="0.4", threads="3")
+    assert answer["answers"] == "q"
+    model = ModelSettings(**answer["model"])
+    assert (model.name, model.tp, model.max_num_seqs) == ("b", 2, 7)
+    specs = rig.supervisor.added
+    assert [spec.address for spec in specs] == model.workers
+    assert [(spec.name, spec.group) for spec in specs] == [("worker 1", "b"), ("worker 2", "b")]
+    assert {"--threads=3", "--memory-fraction=0.4", "--local-ranks=2"} <= set(specs[0].command)
+    assert rig.lines[-1].startswith("worker 2 of b logs to")
+    assert rig.first[0].group == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason", "text"),
+    [
+        ("b", {"memory_fraction": "0.6"}, "OUT_OF_MEMORY", "a 0.50 (memory_fraction 0.5), b 0.60"),
+        ("b", {"memory_fraction": "2"}, "FIELD_INVALID", "memory_fraction of settings (LoadModel): '2' is not allowed"),
+        ("b", {"port": "1"}, "FIELD_INVALID", "port of settings (LoadModel): no such setting"),
+        ("none", {"memory_fraction": "0.4"}, "CHECKPOINT_NOT_FOUND", "none does not exist"),
+        ("b", {"memory_fraction": "0.4", "tp": "3"}, "FIELD_INVALID", "tp 3 does not work"),
+    ],
+)
+async def test_what_cannot_be_is_refused_before_anything_starts(
+    rig: Rig, name: str, settings: dict[str, str], reason: str, text: str
+) -> None:
+    answer = await rig.load(name, **settings)
+    assert (answer["answers"], answer["reason"]) == ("q", reason)
+    assert text in answer["error"]
+    assert rig.supervisor.added == []
+
+
+async def test_a_start_that_fails_leaves_no_share_behind(rig: Rig) -> None:
+    rig.supervisor.failure = OSError(12, "Cannot allocate memory")
+    answer = await rig.load("b", memory_fraction="0.5")
+    assert (answer["reason"], "Cannot allocate memory" in answer["error"]) == ("WORKER_FAILED", True)
+    rig.supervisor.failure = None
+    assert "model" in await rig.load("b", memory_fraction="0.5")
+
+
+async def test_the_share_of_a_model_that_ends_is_free(rig: Rig) -> None:
+    workers = (await rig.load("b", memory_fraction="0.5"))["model"]["workers"]
+    assert (await rig.load("b", memory_fraction="0.5", served_model_name="c"))["reason"] == "OUT_OF_MEMORY"
+    await rig.tell({"end_workers": workers})
+    assert rig.supervisor.ended == [set(workers)]
+    assert "model" in await rig.load("b", memory_fraction="0.5", served_model_name="c")
+
+
+async def test_a_scheduler_that_takes_anothers_place_serves_what_was_told(rig: Rig) -> None:
+    loaded = (await rig.load("b", memory_fraction="0.4"))["model"]
+    first = {"model": rig.scheduler.model, "workers": rig.scheduler.workers, "max_num_seqs": 7}
+    rig.fleet.take({"models": [first, loaded]})
+    (spec,) = rig.supervisor.schedulers
+    entries = [part for part in spec.command if part.startswith("--models=")]
+    assert [f"model={rig.folder / name}" in entry for name, entry in zip("ab", entries, strict=True)] == [True, True]
+    assert not any(part.startswith("--model=") for part in spec.command)
+    rig.fleet.take({"models": []})
+    assert len(rig.supervisor.schedulers) == 1
+
+
+async def test_workers_of_a_load_that_nobody_waits_for_any_more_are_ended(rig: Rig) -> None:
+    workers = (await rig.load("b", memory_fraction="0.4"))["model"]["workers"]
+    await rig.tell(None)
+    assert rig.supervisor.ended == [set(workers)]
+
+
+async def test_workers_for_a_scheduler_that_has_ended_meanwhile_are_ended_at_once(rig: Rig) -> None:
+    rig.fleet.take({"start_workers": "q", "model": {"model": str(rig.folder / "b"), "memory_fraction": "0.4"}})
+    rig.fleet.take(None)
+    while not (rig.supervisor.ended and rig.supervisor.ended[-1]):
+        rig.supervisor.heard.clear()
+        await asyncio.wait_for(rig.supervisor.heard.wait(), 10)
+    assert rig.supervisor.ended[-1] == {spec.address for spec in rig.supervisor.added}
+    assert rig.supervisor.said == []
