@@ -53,7 +53,7 @@ def mean_of(metric: str, legend: str) -> list[tuple[str, str]]:
 
 
 SERVICE = [
-    Panel("Serving", [("{{instance}}", "stepwire_ready")], kind="stat", text="1 while requests are taken."),
+    Panel("Serving", [("{{model}} {{instance}}", "stepwire_ready")], kind="stat", text="1 while requests are taken."),
     Panel(
         "Requests a second, by end",
         [("{{finish_reason}}", rate("stepwire_requests_total", "finish_reason"))],
@@ -204,7 +204,7 @@ WORKERS = [
     ),
     Panel("Tokens in a step", quantiles("stepwire_step_tokens")),
     Panel("Sequences in a step", quantiles("stepwire_step_sequences")),
-    Panel("Steps in flight", [("{{instance}}", "stepwire_steps_in_flight")]),
+    Panel("Steps in flight", [("{{model}} {{instance}}", "stepwire_steps_in_flight")]),
     Panel("Lag of the event loops", quantiles("stepwire_event_loop_lag_seconds", "job"), "s"),
     Panel(
         "Spans a second",
