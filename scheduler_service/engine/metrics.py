@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from scheduler_service.core.plan import StepPlan
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.engine.causes import EpochEnd
+from scheduler_service.engine.causes import EpochEnd, Kind
 from scheduler_service.engine.live import LiveRequest
 from scheduler_service.engine.ports import StepTimings
 from scheduler_service.engine.recovery import Epoch
@@ -208,6 +208,9 @@ class EngineMetrics:
         self._parts = [families.step_parts.labels(model, part) for part in (*names.STEP_PARTS, "rpc")]
         self._epoch = families.epoch.labels(model)
         self._recovery_time = families.recovery_time.labels(model)
+        for kind in Kind:
+            # A rate is seen from the first one on only if there was a 0 before it.
+            families.epoch_ends.labels(model, kind.name.lower())
         self._admission_time = families.admission_time.labels(model)
         self._epoch_ended_at: float | None = None
         self._is_closed = False

@@ -155,13 +155,17 @@ async def test_a_scheduler_that_is_started_anew_serves_what_was_loaded_too(serve
 
 @pytest.mark.full
 async def test_a_model_that_is_lost_for_good_leaves_the_other(folder: Path, tmp_path: Path) -> None:
-    models = [f"--models=model={folder}/{name},memory_fraction=0.3" for name in "ab"]
+    lost = make_tiny_llama(tmp_path / "b", max_position_count=MAX_MODEL_LEN)
+    models = [f"--models=model={path},memory_fraction=0.3" for path in (folder / "a", lost)]
     sim = ("--device=sim", "--sim-latency-s=0.004", "--restart-budget=0", f"--admin-key={KEY}")
-    with serve(None, tmp_path, *models, *sim, *tiny_limits(MAX_MODEL_LEN, 512)) as server:
+    with serve(None, tmp_path / "stack", *models, *sim, *tiny_limits(MAX_MODEL_LEN, 512)) as server:
         async with AsyncClient(server.target, resume_s=0) as client:
             pid = pid_of(server, "b")
             streams = {name: FollowedStream(client, Job("abc", 400), model=name) for name in "ab"}
             await asyncio.gather(*(stream.began.wait() for stream in streams.values()))
+            # The next worker finds nothing to load.
+            for path in lost.iterdir():
+                path.unlink()
             os.kill(pid, signal.SIGKILL)
             await finished(list(streams.values()))
             assert streams["a"].error is None
