@@ -13,6 +13,14 @@ LOCK := $(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extr
 BENCHES := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # Arguments for pytest, such as TESTS="tests/unit/loader -x".
 TESTS ?=
+# In two processes: a test keeps one core busy, and a server that starts does. Large counts on whole servers have all
+# cores, so that none takes longer than a test may.
+IN_PROCESS := tests/unit tests/property tests/contract
+define pytest
+set -x; $(if $(TESTS),$(BIN)/python -m pytest -q $(1) $(TESTS),\
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(1) -n 2 --dist worksteal $(IN_PROCESS); \
+	$(BIN)/python -m pytest -q $(1) $(2) $(addprefix --ignore=,$(IN_PROCESS)))
+endef
 
 .PHONY: help
 help: ## this list
@@ -48,12 +56,12 @@ demo: setup ## serve the demo model, ask it a question, show the trace
 .PHONY: test
 test: setup ## the tests
 	@scripts/test_tools.sh report
-	$(BIN)/python -m pytest -q -m "not full" $(TESTS)
+	@$(call pytest,-m "not full",-n 2 --dist loadfile)
 
 .PHONY: test-full
 test-full: setup ## the tests with large counts and outside tools, which it installs
 	@scripts/test_tools.sh install
-	STEPWIRE_TEST_FULL=1 $(BIN)/python -m pytest -q $(TESTS)
+	@export STEPWIRE_TEST_FULL=1; $(call pytest,)
 
 .PHONY: lint
 lint: $(VENV)/.project ## format, style, types, import directions, protos

@@ -4,6 +4,7 @@ import gzip
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def generate_until(server: Server, stop: threading.Event, has_begun: threading.E
             has_begun.set()
 
 
-@pytest.fixture
+@contextmanager
 def load(server: Server) -> Iterator[None]:
     stop = threading.Event()
     begun = [threading.Event() for _ in KINDS]
@@ -56,17 +57,19 @@ def load(server: Server) -> Iterator[None]:
     for thread, has_begun in zip(threads, begun, strict=True):
         thread.start()
         assert has_begun.wait(60)
-    yield
-    stop.set()
-    for thread in threads:
-        thread.join()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
-@pytest.mark.usefixtures("load")
 def test_a_profile_under_load(server: Server, tmp_path: Path) -> None:
     output = tmp_path / "profile.json.gz"
     arguments = ["--target", server.target, "--admin-key", KEY, "--steps", "10", "-o", str(output)]
-    done = run("profile", *arguments)
+    with load(server):
+        done = run("profile", *arguments)
     assert done.returncode == 0, done.stderr
     for word in ("PART", "OPERATOR", "layer 0", "layer 1", "head", "MS/STEP"):
         assert word in done.stdout
@@ -75,10 +78,10 @@ def test_a_profile_under_load(server: Server, tmp_path: Path) -> None:
     assert output.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.usefixtures("load")
 def test_recorded_steps_replay_to_the_same_tokens(server: Server, adapter: Path, tmp_path: Path) -> None:
     path = tmp_path / "steps.flight"
-    done = run("admin", "flight", "--target", server.target, "--admin-key", KEY, "-o", str(path))
+    with load(server):
+        done = run("admin", "flight", "--target", server.target, "--admin-key", KEY, "-o", str(path))
     assert done.returncode == 0, done.stderr
     done = run("replay", str(path), timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,8 +15,9 @@ from stepwire.client import AsyncClient, Output
 from stepwire.rpc.errors import STATUS_DETAILS_KEY
 from stepwire.v1 import inference_pb2 as pb
 from stepwire.v1.errors_pb2 import ErrorReason
+from tests.support.processes import wait_serving
 from tests.support.request_fuzz import SERVICE, Case, make_case
-from tests.support.stack import Server, serve, tiny_limits, wait_serving
+from tests.support.stack import Server, serve, tiny_limits
 from tests.support.tiny_checkpoint import make_tiny_llama
 
 NUM_REQUESTS = 20_000 if os.environ.get("STEPWIRE_TEST_FULL") else 2_000
@@ -160,7 +161,7 @@ async def test_hostile_requests_harm_nobody(tmp_path: Path) -> None:
         # Enough of them get through to hurt, were there a way.
         assert ends["OK"] > NUM_REQUESTS * 0.2 and ends["FIELD_OUT_OF_RANGE"] > NUM_REQUESTS * 0.02, ends
         server.wait_idle()
-        wait_serving(server)
+        wait_serving(server.target, server.process, server.log_path)
         assert "Traceback" not in server.output
         assert "Traceback" not in server.worker_log_path.read_text()
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from stepwire.client import ModelState
-from tests.support.processes import run
-from tests.support.stack import processes_of, serve, tiny_limits, wait_serving
+from tests.support.processes import run, wait_serving
+from tests.support.stack import processes_of, serve, tiny_limits
 from tests.support.tiny_checkpoint import make_tiny_llama
 
 KEY = "an-admin-key-of-some-length"
@@ -36,7 +36,7 @@ def test_memory_goes_and_answers_stay(tmp_path: Path, native_kernels: str) -> No
         assert client.get_model().state is ModelState.SLEEPING
         assert run("admin", "sleep", "--drop-weights", *options).returncode == 0
         assert held - worker_bytes(server.mark) > 0.9 * weight_bytes
-        wait_serving(server)
+        wait_serving(server.target, server.process, server.log_path)
         done = run("admin", "wake", *options)
         assert done.returncode == 0, done.stderr
         after = client.complete(PROMPT, **asked)  # type: ignore[arg-type]

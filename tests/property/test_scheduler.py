@@ -17,7 +17,7 @@ from scheduler_service.core.scheduler import Event, Scheduler
 from tests.support.model_worker import ModelWorker, prompt_scores, undisturbed
 
 STOP_ONE_IN = 12
-NUM_OPERATIONS = 200_000 if os.environ.get("STEPWIRE_TEST_FULL") else 20_000
+NUM_OPERATIONS = 200_000 if os.environ.get("STEPWIRE_TEST_FULL") else 8_000
 STEPS_PER_EXAMPLE = 100
 
 

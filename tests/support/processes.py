@@ -10,8 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from stepwire.cli.errors import CommandError
 from stepwire.cli.trace_page import fetch_trace
+from stepwire.rpc.channel import channel_options
 from stepwire.supervisor.ports import free_port
 from stepwire.telemetry.names import SPAN_DECODE, SPAN_WORKER_DECODE
 from stepwire.traces import Trace
@@ -19,8 +23,11 @@ from stepwire.traces import Trace
 # Whose spans the trace of a request holds.
 SERVICES = {"stepwire-client", "stepwire-scheduler", "stepwire-worker"}
 
-_POLL_S = 0.05
-_TIMEOUT_S = 120.0
+_POLL_S = 0.02
+_TIMEOUT_S = 150.0
+_MAX_MESSAGE_BYTES = 65_536
+# gRPC's own pauses between attempts would be most of what a test waits for a server.
+_MAX_BACKOFF_MS = 100
 
 
 def command(*arguments: str) -> list[str]:
@@ -73,9 +80,20 @@ def running(
 def wait_serving(target: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
     """Waits until a server says that it serves. Raises AssertionError with its output when it ends instead."""
     deadline = time.monotonic() + _TIMEOUT_S
-    while run("health", "--target", target).returncode != 0:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise AssertionError(f"{target} does not serve (status {process.poll()}):\n{log_path.read_text()}")
+    with grpc.insecure_channel(target, options=channel_options(_MAX_MESSAGE_BYTES, _MAX_BACKOFF_MS)) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while not _is_serving(stub):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{target} does not serve (status {process.poll()}):\n{log_path.read_text()}")
+            time.sleep(_POLL_S)
+
+
+def _is_serving(stub: health_pb2_grpc.HealthStub) -> bool:
+    try:
+        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+    except grpc.RpcError:
+        return False
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def children(pid: int) -> dict[str, int]:

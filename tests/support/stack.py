@@ -7,17 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from stepwire.client import Client, Model
 from stepwire.supervisor.ports import free_port
-from tests.support.processes import ServeStack, running
+from tests.support.processes import ServeStack, running, wait_serving
 
 # In the environment of every process of one server, so that none can hide by leaving its parent or its session.
 MARK_VARIABLE = "TEST_SERVER_ID"
 _POLL_S = 0.02
-_READY_TIMEOUT_S = 150.0
 _GONE_TIMEOUT_S = 15.0
 
 
@@ -105,25 +101,8 @@ def serve(model: Path | None, folder: Path, *flags: str, prefix: Sequence[str] =
     with marked() as mark, running([*arguments, *flags], log_path, {MARK_VARIABLE: mark}, prefix=prefix) as process:
         worker_log_path = folder / f"worker-0.{port}.log"
         server = Server(process, f"127.0.0.1:{port}", log_path, mark, worker_log_path)
-        wait_serving(server)
+        wait_serving(server.target, process, log_path)
         yield server
-
-
-def wait_serving(server: Server) -> None:
-    """Waits until its health says SERVING. Raises AssertionError with its output when it ends instead."""
-    deadline = time.monotonic() + _READY_TIMEOUT_S
-    with grpc.insecure_channel(server.target) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        while True:
-            try:
-                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
-            except grpc.RpcError:
-                answer = None
-            if answer is not None and answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return
-            if server.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"it does not serve (status {server.process.poll()}):\n{server.output}")
-            time.sleep(_POLL_S)
 
 
 def tiny_limits(max_model_len: int, num_kv_blocks: int, *more: str) -> Sequence[str]:

@@ -1,7 +1,8 @@
 """Groups of ranks: their tokens are those of one rank, and what becomes of a group that loses one."""
 
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def mixture(path: Path, tp: int, pp: int, *, native: bool = False, dtype: str = 
         return run_mixture(ranks, ranks, mixed_prompts(320, LENGTHS))  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+def of_one(paths: dict[str, Path]) -> Callable[..., list[list[int]]]:
+    """What one rank says of a model, computed once."""
+    return functools.cache(lambda model, native=False: mixture(paths[model], 1, 1, native=native))
+
+
 @pytest.mark.parametrize(
     ("model", "tp", "pp"),
     [
@@ -72,9 +79,11 @@ def mixture(path: Path, tp: int, pp: int, *, native: bool = False, dtype: str = 
         ("gemma3", 2, 2),
     ],
 )
-def test_a_group_says_what_one_rank_says(paths: dict[str, Path], model: str, tp: int, pp: int) -> None:
+def test_a_group_says_what_one_rank_says(
+    paths: dict[str, Path], of_one: Callable[..., list[list[int]]], model: str, tp: int, pp: int
+) -> None:
     """Chunked prefill, shared prefixes and preemption among it; in float32."""
-    assert mixture(paths[model], tp, pp) == mixture(paths[model], 1, 1)
+    assert mixture(paths[model], tp, pp) == of_one(model)
 
 
 @NEEDS_KERNELS
@@ -89,9 +98,9 @@ def test_a_group_says_what_one_rank_says(paths: dict[str, Path], model: str, tp:
     ],
 )
 def test_a_group_on_the_compiled_kernels_says_what_one_rank_says(
-    paths: dict[str, Path], model: str, tp: int, pp: int
+    paths: dict[str, Path], of_one: Callable[..., list[list[int]]], model: str, tp: int, pp: int
 ) -> None:
-    assert mixture(paths[model], tp, pp, native=True) == mixture(paths[model], 1, 1, native=True)
+    assert mixture(paths[model], tp, pp, native=True) == of_one(model, native=True)
 
 
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=NEEDS_KERNELS)])

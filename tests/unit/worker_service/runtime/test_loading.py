@@ -1,5 +1,7 @@
 """Weights from the checkpoint and from the restart store: the same, once in memory, timed without gaps."""
 
+import ctypes
+import gc
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -372,6 +374,9 @@ def test_the_engines_compute_alike_with_pages_that_cannot_be_written(
 
 def test_memory_holds_mapped_weights_once(tmp_path: Path, store: RestartStore) -> None:
     path = make_tiny_llama(tmp_path / "large", hidden_size=512, intermediate_size=2048, vocab_size=16384, num_layers=2)
+    # What earlier tests have left must not go meanwhile.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     before = own_bytes(CPU)
     engine, held, _ = load(job(path), store)
     assert held.mapped_bytes > 90 * MIB

@@ -95,11 +95,16 @@ def _touch(runtime: WorkerRuntime) -> int:
     return runtime.cache_bytes
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_memory_is_given_back(tmp_path: Path, settings: Settings, level: SleepLevel) -> None:
-    path = make_tiny_llama(
-        tmp_path / "m", num_layers=2, hidden_size=1024, intermediate_size=2048, max_position_count=64
+@pytest.fixture(scope="module")
+def large_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(
+        tmp_path_factory.mktemp("large"), num_layers=2, hidden_size=1024, intermediate_size=2048, max_position_count=64
     )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_memory_is_given_back(large_path: Path, settings: Settings, level: SleepLevel) -> None:
+    path = large_path
     runtime = started(path, settings, (4096, 16, 64))
     cache_bytes, weight_bytes = _touch(runtime), sum(file.stat().st_size for file in path.glob("*.safetensors"))
     assert min(cache_bytes, weight_bytes) > 60 << 20
