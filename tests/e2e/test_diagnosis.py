@@ -54,14 +54,14 @@ def load(server: Server) -> Iterator[None]:
     threads = [
         threading.Thread(target=generate_until, args=(server, stop, *rest)) for rest in zip(begun, KINDS, strict=True)
     ]
-    for thread, has_begun in zip(threads, begun, strict=True):
-        thread.start()
-        assert has_begun.wait(60)
     try:
+        for thread, has_begun in zip(threads, begun, strict=True):
+            thread.start()
+            assert has_begun.wait(60)
         yield
     finally:
         stop.set()
-        for thread in threads:
+        for thread in filter(threading.Thread.is_alive, threads):
             thread.join()
 
 
