@@ -142,6 +142,8 @@ async def test_who_waits_for_its_form_waits_for_whichever_replica_comes_back(two
 async def test_a_form_that_the_other_workers_refuse_stays(two: RunningScheduler) -> None:
     streams = [Stream(two, "x" * i, form=f"[a-zA-Z]{{{i},}}") for i in range(1, 5)]
     await until(lambda: all(worker.last_step_id > 8 for worker in workers(two)))
+    # Each has its grammar where it runs: one that has not would be refused by now.
+    await until(lambda: sum(len(worker.grammars) for worker in workers(two)) == len(streams))
     workers(two)[1].failures["PrepareGrammar"] = StepwireError("GRAMMARS_FULL", "full", retry_after_s=1.0)
     draining = asyncio.create_task(two.operate(lambda client: client.drain_replica(0)))
     for stream in streams:
