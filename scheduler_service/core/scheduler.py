@@ -86,9 +86,8 @@ class Scheduler:
         """Places for tokens in the blocks that sequences hold: those that a token has taken, and all of them; the rest
         is lost to whole blocks. May be read from any thread."""
         running = list(self._roster.running)
-        return sum(each.computed for each in running), sum(
-            len(each.block_ids) for each in running
-        ) * self.config.block_size
+        num_slots = sum(len(each.block_ids) for each in running) * self.config.block_size
+        return sum(each.computed for each in running), num_slots
 
     @property
     def is_idle(self) -> bool:
