@@ -1,18 +1,16 @@
 """The runtime as the worker service uses it: one call for each phase, then steps."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 
-from loader.checkpoint import Checkpoint, open_checkpoint
+from loader.checkpoint import open_checkpoint
 from loader.quantised.load import check_rounding
-from loader.quantised.roundings import Rounding
 from loader.shares import RankPlace
 from worker_service.kernels.native import Pool
-from worker_service.models.native import computes
 from worker_service.runtime.allocator import allocator_report
 from worker_service.runtime.device import (
     choose_dtype,
@@ -24,12 +22,12 @@ from worker_service.runtime.device import (
     usable_cores,
 )
 from worker_service.runtime.dummy import decode_step, largest_lengths, num_blocks_of, prefill_step
-from worker_service.runtime.engine import Engine, TorchEngine
 from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.executor import Executor
-from worker_service.runtime.grammars import GrammarStore, Preparation
+from worker_service.runtime.grammars import Preparation
 from worker_service.runtime.group import GroupSettings, RankGroup
-from worker_service.runtime.loading import LoadJob, LoadPhases, load_into
+from worker_service.runtime.loaded_model import LoadedModel, Workshop
+from worker_service.runtime.loading import LoadJob, LoadPhases
 from worker_service.runtime.memory import (
     MemoryBudget,
     MemorySettings,
@@ -40,7 +38,7 @@ from worker_service.runtime.memory import (
     plan_cache,
 )
 from worker_service.runtime.model_adapters import AdapterSettings, ModelAdapters
-from worker_service.runtime.native import NativeEngine, native_pool
+from worker_service.runtime.native import native_pool
 from worker_service.runtime.preload import check_before_load
 from worker_service.runtime.profiling import StepProfiler
 from worker_service.runtime.report import (
@@ -83,22 +81,6 @@ class RuntimeSettings(MemorySettings, AdapterSettings, GroupSettings, Protocol):
     def cuda_graphs(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A model with its weights."""
-
-    checkpoint: Checkpoint
-    engine: Engine
-    dtype: torch.dtype
-    rounding: Rounding | None
-    stored: torch.dtype | None
-    weight_bytes: int
-    mapped_bytes: int
-    adapters: ModelAdapters
-    grammars: GrammarStore
-    source: LoadSource
-
-
 class WorkerRuntime:
     """A device, a model, a cache and the sequences on it. All calls block and belong on one thread.
 
@@ -114,7 +96,7 @@ class WorkerRuntime:
         self.group = RankGroup(settings)
         self._device: torch.device | None = None
         self._pool: Pool | None = None
-        self._loaded: _Loaded | None = None
+        self._loaded: LoadedModel | None = None
         self._executor: Executor | None = None
         self._runner: ModelRunner | None = None
         self._profiler: StepProfiler | None = None
@@ -211,15 +193,14 @@ class WorkerRuntime:
             and held.checkpoint.fingerprint == checkpoint.fingerprint
             and (held.dtype, held.rounding, held.stored) == (chosen, rounding, stored)
         ):
-            return self._summary(held, already_loaded=True, phases=phases)
+            return held.summary(already_loaded=True, phases=phases)
         limit_bytes = MemoryBudget.of(self._settings).limit_bytes(device)
         check_before_load(checkpoint, self._place, chosen, device, limit_bytes, rounding)
         self.reset(Phase.INITIALISED)
         source = LoadSource(path, dtype, quantize, kv_cache_dtype, checkpoint.fingerprint)
-        self._loaded = loaded = self._load(
-            LoadJob(checkpoint, self._place, chosen, device, rounding, stored), phases, source
-        )
-        return self._summary(loaded, already_loaded=False, phases=phases)
+        job = LoadJob(checkpoint, self._place, chosen, device, rounding, stored)
+        self._loaded = loaded = Workshop(self._settings, self.group, self._store, self._pool).load(job, phases, source)
+        return loaded.summary(already_loaded=False, phases=phases)
 
     def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
         """Runs the largest step once and answers what the KV cache may use. Drops a cache that is held.
@@ -409,55 +390,6 @@ class WorkerRuntime:
         if self._store is not None:
             self._store.forget()
 
-    def _make_engine(self, job: LoadJob) -> Engine:
-        """The compiled kernels where they compute the model, else plain torch. Raises as TorchEngine does."""
-        config = job.checkpoint.config
-        if self._pool is not None and computes(config, job.place, job.dtype, job.rounding, job.stored):
-            return NativeEngine(config, job.dtype, self._pool, job.place, self.group, stored=job.stored)
-        records = self._settings.cuda_graphs
-        return TorchEngine(config, job.place, job.dtype, job.device, self.group, stored=job.stored, records=records)
-
-    def _load(self, job: LoadJob, phases: LoadPhases, source: LoadSource) -> _Loaded:
-        path = job.checkpoint.path
-        try:
-            engine = self._make_engine(job)
-        except ValueError as error:
-            raise RuntimeFailure("unsupported", f"the model cannot be split over these ranks: {error}") from error
-        with explains_out_of_memory(job.device, f"the weights of {path}", "use a smaller model"):
-            held = load_into(engine, job, self._store, phases)
-        adapters = ModelAdapters(self._settings, job, engine)
-        grammars = GrammarStore.of_checkpoint(job.checkpoint, num_threads=_num_mask_threads())
-        return _Loaded(
-            job.checkpoint,
-            engine,
-            job.dtype,
-            job.rounding,
-            job.stored,
-            held.weight_bytes,
-            held.mapped_bytes,
-            adapters,
-            grammars,
-            source,
-        )
-
-    def _summary(self, loaded: _Loaded, *, already_loaded: bool, phases: LoadPhases) -> LoadSummary:
-        config, ended = loaded.checkpoint.config, phases.finish()
-        return LoadSummary(
-            fingerprint=loaded.checkpoint.fingerprint,
-            architecture=config.architecture,
-            weight_bytes=loaded.weight_bytes,
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            kv_bytes_per_token=loaded.engine.kv_bytes_per_token,
-            vocab_size=config.vocab_size,
-            max_position_count=config.max_position_count,
-            already_loaded=already_loaded,
-            duration_ns=sum(phase.duration_ns for phase in ended),
-            phases=ended,
-            mapped_bytes=loaded.mapped_bytes,
-            num_adapter_slots=loaded.adapters.num_slots,
-            begin_unix_ns=phases.begin_unix_ns,
-        )
-
     @staticmethod
     def _check_step_size(max_step_tokens: int, max_sequences: int) -> None:
         for name, value in (("max_step_token_count", max_step_tokens), ("max_sequence_count", max_sequences)):
@@ -467,7 +399,7 @@ class WorkerRuntime:
     def _need_device(self) -> torch.device:
         return _present(self._device, "a device", "InitDevice")
 
-    def _need_model(self) -> _Loaded:
+    def _need_model(self) -> LoadedModel:
         return _present(self._loaded, "a model", "LoadModel")
 
     def _need_executor(self) -> Executor:
@@ -475,11 +407,6 @@ class WorkerRuntime:
 
     def _need_runner(self) -> ModelRunner:
         return _present(self._runner, "a KV cache", "InitializeCache")
-
-
-def _num_mask_threads() -> int:
-    # Beside a forward pass on these cores, or on another device while these idle.
-    return max(1, min(4, usable_cores() // 2))
 
 
 def _nobody_watches(_phase: str, _done: int, _total: int) -> None:
