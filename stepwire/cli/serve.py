@@ -89,7 +89,7 @@ async def _announce(scheduler: SchedulerSettings, started: float) -> None:
     target = f"[{host}]:{scheduler.port}" if ":" in host else f"{host}:{scheduler.port}"
     await wait_until_serving(target)
     _say(f"ready after {time.monotonic() - started:.1f} s on {target}")
-    _say(f'try: stepwire generate --target {target} --chat "What is the capital of France?"')
+    _say(f'try: stepwire generate --target {target} --chat --temperature 0 "What is the capital of France?"')
 
 
 def _say(text: str) -> None:

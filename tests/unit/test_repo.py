@@ -106,8 +106,11 @@ def test_flags_of_the_readme_exist() -> None:
     known = set()
     for path in (ROOT / "stepwire" / "cli").rglob("*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)', path.read_text()))
+    from stepwire.cli.generate import generate
     from stepwire.cli.settings_groups import GROUPS
 
+    # Those of sampling are made from a table.
+    known |= {flag for parameter in generate.params for flag in parameter.opts}
     known |= {spec.flag for group in GROUPS.values() for spec in group.specs.values()}
     lines = [line for line in read("README.md").splitlines() if "stepwire " in line or "`--" in line]
     flags = {flag for line in lines for flag in re.findall(r"--[a-z][a-z-]+", line)}
