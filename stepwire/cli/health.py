@@ -4,7 +4,7 @@ import asyncio
 
 import click
 
-from stepwire.cli.errors import EXIT_FAILURE
+from stepwire.cli.errors import EXIT_FAILURE, CommandError
 from stepwire.cli.target import target_option
 
 
@@ -22,6 +22,9 @@ def health(target: str, service: str, timeout: float) -> int:
     try:
         status = asyncio.run(ask(target, service, timeout))
     except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            hint = "a model's is stepwire.v1.InferenceService/NAME, with a name of `stepwire models`"
+            raise CommandError(f"{target} has no service {service!r}; {hint}") from error
         raise explain_rpc_error(error, target) from error
     click.echo(status)
     return 0 if status == "SERVING" else EXIT_FAILURE

@@ -24,7 +24,7 @@ def test_health_is_the_exit_status(command: Any) -> None:
 
 def test_health_of_an_unknown_service_and_of_nobody(command: Any) -> None:
     done = command("health", "--service", "no.Such")
-    assert (done.exit_code, "NOT_FOUND" in done.stderr) == (1, True)
+    assert (done.exit_code, "has no service 'no.Such'; a model's is" in done.stderr) == (1, True)
     command.target = "127.0.0.1:1"
     assert "nobody listens on 127.0.0.1:1" in command("health").stderr
 
