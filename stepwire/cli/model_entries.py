@@ -36,7 +36,7 @@ def _entry(cells: list[str]) -> Entry:
     for cell in cells:
         key, separator, value = cell.partition("=")
         if not separator:
-            raise ValueError(f"{cell!r} is not KEY=VALUE")
+            raise ValueError(f"{cell!r} is not KEY=VALUE, such as model=PATH")
         before = found.get(key)
         if before is None:
             found[key] = value

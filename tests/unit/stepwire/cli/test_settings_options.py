@@ -199,7 +199,7 @@ def test_models_of_a_file_and_of_a_variable(tmp_path: Path) -> None:
     [
         (("model=/m/a,memory_fractoin=1",), {}, "did you mean memory_fraction"),
         (("model=/m/a,port=1",), {}, "port of models[0] (--models): no such setting of a model"),
-        (("model=/m/a", "tp"), {}, "--models: 'tp' is not KEY=VALUE"),
+        (("model=/m/a", "tp"), {}, "--models: 'tp' is not KEY=VALUE, such as model=PATH"),
         (("model=/m/a",), {"model": "/m/b"}, "--model: with models, give each of them a model in its entry"),
         (("model=/m/a",), {"adapter": ("x=/x",)}, "--adapter: with models"),
     ],
