@@ -14,7 +14,7 @@ _DEFAULT_PORT = 9464
 @click.option(
     "--every", type=click.FloatRange(0.1, 3600.0), default=1.0, show_default=True, help="Seconds between looks."
 )
-@click.option("--once", is_flag=True, help="Look for that long, print what there is, and end.")
+@click.option("--once", is_flag=True, help="Look for that long, print what there is, and end; so it is off a terminal.")
 def top(addresses: tuple[str, ...], every: float, once: bool) -> int:
     """Watch a server: queue, batch, KV blocks, tokens a second, workers.
 
@@ -30,6 +30,8 @@ def top(addresses: tuple[str, ...], every: float, once: bool) -> int:
     from stepwire.top.view import render
 
     console = Console()
+    # Into a pipe or a file there is no screen to draw on.
+    once = once or not console.is_terminal
     urls = [_url(address) for address in addresses or (f"127.0.0.1:{_DEFAULT_PORT}", f"127.0.0.1:{_DEFAULT_PORT + 1}")]
     with ThreadPoolExecutor(len(urls)) as readers:
         before = list(readers.map(read, urls))
