@@ -12,6 +12,8 @@ from stepwire.client.admin import AdminClient
 from stepwire.rpc.errors import StepwireError
 
 VARIABLE = "STEPWIRE_ADMIN_KEY"
+# A start takes what the storage takes.
+LOAD_TIMEOUT_S = 1800.0
 
 
 def server_options(timeout: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -27,12 +29,16 @@ def server_options(timeout: float) -> Callable[[Callable[..., Any]], Callable[..
     return decorate
 
 
-def admin_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds these, and `--model`."""
-    function = click.option("--model", default="", metavar="NAME", help="Name of the model; by default the first.")(
+def model_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--model`."""
+    return click.option("--model", default="", metavar="NAME", help="Name of the model; by default the first.")(
         function
     )
-    return server_options(60.0)(function)
+
+
+def admin_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds all of these."""
+    return server_options(60.0)(model_option(function))
 
 
 @contextmanager

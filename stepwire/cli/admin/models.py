@@ -4,10 +4,8 @@ import os
 
 import click
 
-from stepwire.cli.admin.connection import connect, server_options
+from stepwire.cli.admin.connection import LOAD_TIMEOUT_S, connect, server_options
 
-# A start takes what the storage takes.
-_LOAD_TIMEOUT_S = 1800.0
 # For what is to be done when the requests have ended.
 _UNLOAD_TIMEOUT_S = 60.0
 
@@ -24,7 +22,7 @@ _UNLOAD_TIMEOUT_S = 60.0
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Another setting of the model, such as tp=2."
 )
-@server_options(_LOAD_TIMEOUT_S)
+@server_options(LOAD_TIMEOUT_S)
 def load_model(
     target: str,
     admin_key: str | None,

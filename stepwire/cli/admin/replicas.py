@@ -2,12 +2,13 @@
 
 import click
 
-from stepwire.cli.admin.connection import admin_options, connect
+from stepwire.cli.admin.connection import LOAD_TIMEOUT_S, admin_options, connect, model_option, server_options
 
 
 @click.command(name="add-replica")
 @click.argument("workers", nargs=-1, required=True, metavar="HOST:PORT...")
-@admin_options
+@server_options(LOAD_TIMEOUT_S)
+@model_option
 def add_replica(target: str, admin_key: str | None, timeout: float, model: str, workers: tuple[str, ...]) -> None:
     """Serve on more workers, by rank: idle ones that run already (`stepwire worker`)."""
     with connect(target, admin_key) as client:
