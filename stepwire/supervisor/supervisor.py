@@ -40,6 +40,7 @@ class Supervisor:
         self._report = report
         self._scheduler = Keeper(scheduler, self._on_record)
         self._workers = [Keeper(worker, self._on_record) for worker in workers]
+        self._leaving: set[Keeper] = set()
         self._tasks: dict[Keeper, asyncio.Task[None]] = {}
         self._signals: list[signal.Signals] = []
         self._stop = asyncio.Event()
@@ -69,6 +70,9 @@ class Supervisor:
         self._workers += keepers
         started = await asyncio.gather(*(keeper.start() for keeper in keepers), return_exceptions=True)
         for keeper in keepers:
+            if keeper in self._leaving or keeper not in self._workers:
+                # It was ended while it started.
+                continue
             self._tasks[keeper] = asyncio.create_task(self._keep(keeper), name=f"keeper of {keeper.spec.name}")
             keeper.keep_standby()
         for failure in started:
@@ -79,11 +83,13 @@ class Supervisor:
     async def end_workers(self, addresses: Collection[str]) -> None:
         """Ends workers, and keeps them going no more. Unknown ones are none of its own."""
         keepers = [keeper for keeper in self._workers if keeper.spec.address in addresses]
+        self._leaving.update(keepers)
         await self._settle(keepers)
         running = [keeper for keeper in keepers if keeper.child is not None and keeper.child.status is None]
         await self._end(running, _WORKER_EXIT_S)
         await self._kill_all(keepers)
         self._workers = [keeper for keeper in self._workers if keeper not in keepers]
+        self._leaving.difference_update(keepers)
         for keeper in keepers:
             self._tasks.pop(keeper, None)
 
@@ -147,7 +153,8 @@ class Supervisor:
                 )
             try:
                 await keeper.replace()
-            except OSError as error:
+            except Exception as error:
+                # Whatever it was: a place that nobody keeps must not look like one that is kept.
                 self._report(f"{keeper.spec.name} cannot be started again: {error}")
                 self._over.set()
                 return

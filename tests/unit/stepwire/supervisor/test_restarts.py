@@ -344,3 +344,26 @@ async def test_another_scheduler_takes_the_place_of_one_that_ends_and_that_is_to
     os.kill(stack.pids("changed")[0], signal.SIGKILL)
     await until(lambda: len(stack.pids("scheduler")) == 2)
     assert await stack.stop() == 0
+
+
+async def test_workers_that_are_ended_while_they_start_do_not_come_back(tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    await stack.ready()
+    starting = asyncio.create_task(stack.supervisor.add_workers([stack.other()]))
+    await asyncio.sleep(0)
+    await stack.supervisor.end_workers(["127.0.0.1:9"])
+    await starting
+    num = len(stack.pids("other"))
+    await asyncio.sleep(0.3)
+    assert (len(stack.pids("other")), stack.lines) == (num, [])
+    assert not any(map(is_running, stack.pids("other")))
+    assert await stack.stop() == 0
+
+
+async def test_a_scheduler_that_cannot_be_started_again_is_the_end_whatever_the_cause(tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    await stack.ready()
+    stack.supervisor.change_scheduler(replace(stack.spec("scheduler", has_standby=False), command=("a\0b",)))
+    os.kill(stack.pids("scheduler")[0], signal.SIGKILL)
+    assert await asyncio.wait_for(stack.run, 20) == 1
+    assert any("cannot be started again: embedded null byte" in line for line in stack.lines)
