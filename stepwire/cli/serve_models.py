@@ -1,6 +1,7 @@
 """The processes of `stepwire serve` as models come and go: what the scheduler asks of its supervisor."""
 
 import asyncio
+import traceback
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,10 @@ class Fleet:
             answer = _refusal(error)
         except OSError as error:
             answer = _refusal(StepwireError("WORKER_FAILED", f"workers cannot be started: {error.strerror or error}"))
+        except Exception as defect:
+            # Whoever asked waits, and all further changes wait for that.
+            traceback.print_exception(defect)
+            answer = _refusal(StepwireError("INTERNAL", "workers cannot be started: see what the supervisor wrote"))
         self.supervisor.tell_scheduler({"answers": question, **answer})
 
     async def _start(self, values: Mapping[str, str]) -> ModelSettings:
@@ -122,7 +127,7 @@ class Fleet:
         try:
             await self.supervisor.add_workers(self.worker_specs(model, workers))
         except BaseException:
-            del self._held[model.name]
+            self._held.pop(model.name, None)
             raise
         return model
 

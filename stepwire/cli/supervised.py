@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from scheduler_service.engine.supervision import ProcessEnd
 from stepwire.rpc.errors import StepwireError
-from stepwire.supervisor.line import Record, SupervisorLine
+from stepwire.supervisor.line import MAX_LINE_BYTES, Record, SupervisorLine, encode
 
 _NUM_KEPT = 64
 # Its address and its process id, which alone names none where workers are on several machines.
@@ -71,10 +71,15 @@ class Supervised:
     async def start_workers(self, model: Mapping[str, str]) -> Mapping[str, Any]:
         """See Supervision."""
         loop, question = asyncio.get_running_loop(), secrets.token_hex(8)
+        record = {"start_workers": question, "model": dict(model)}
+        if len(encode(record)) > MAX_LINE_BYTES:
+            # It would not arrive, and nobody would answer.
+            text = "the settings are too long to be handed on: shorten them"
+            raise StepwireError("FIELD_OUT_OF_RANGE", text, {"field": "settings"})
         answer: asyncio.Future[Record] = loop.create_future()
         with self._lock:
             self._asked[question] = loop, answer
-        self._line.say({"start_workers": question, "model": dict(model)})
+        self._line.say(record)
         try:
             said = await answer
         finally:
@@ -83,6 +88,8 @@ class Supervised:
         if "error" in said:
             raise StepwireError(said["reason"], said["error"], said["metadata"])
         placed: Mapping[str, Any] = said["model"]
+        # A port may have been that of a worker that is gone.
+        self._gone.difference_update(placed["workers"])
         return placed
 
     def end_workers(self, addresses: Sequence[str]) -> None:

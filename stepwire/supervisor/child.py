@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from stepwire.supervisor.line import Lines, Record, encode
+from stepwire.supervisor.line import MAX_LINE_BYTES, Lines, Record, encode
 from stepwire.supervisor.parent import STANDBY_VARIABLE, SUPERVISOR_VARIABLE
 from stepwire.supervisor.process import Launcher
 
@@ -57,6 +57,7 @@ class Child:
         self._lines = Lines()
         self._on_record = on_record
         self._is_given_up = False
+        self._unsent = bytearray()
         asyncio.get_running_loop().add_reader(line, self._read)
 
     @classmethod
@@ -109,9 +110,10 @@ class Child:
         return await self._process.wait()
 
     def say(self, record: Record) -> None:
-        """Tells it something, unless it has ended or does not listen."""
-        with contextlib.suppress(OSError):
-            self._line.send(encode(record))
+        """Tells it something, whole, unless it has ended or has not listened for long."""
+        if len(self._unsent) <= MAX_LINE_BYTES:
+            self._unsent += encode(record)
+            self._send_on()
 
     def give_up(self) -> None:
         """Ends it at once, because it does not answer."""
@@ -122,6 +124,7 @@ class Child:
         """Closes the line to it, which ends it if it still runs."""
         if self._line.fileno() != -1:
             asyncio.get_running_loop().remove_reader(self._line)
+            asyncio.get_running_loop().remove_writer(self._line)
             self._line.close()
 
     def send(self, number: signal.Signals) -> None:
@@ -140,6 +143,20 @@ class Child:
         said = _last_words(self.spec.log_path, errors_only=status < 0) if self.spec.log_path else ""
         where = f"; log: {self.spec.log_path}" if self.spec.log_path else ""
         return f"{self.spec.name} {how}{': ' + said if said else ''}{where}"
+
+    def _send_on(self) -> None:
+        """Sends what the line takes now, and the rest as it takes more."""
+        loop = asyncio.get_running_loop()
+        try:
+            del self._unsent[: self._line.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()
+        if self._unsent:
+            loop.add_writer(self._line, self._send_on)
+        elif self._line.fileno() != -1:
+            loop.remove_writer(self._line)
 
     def _read(self) -> None:
         try:

@@ -16,7 +16,8 @@ from typing import Any
 
 Record = Mapping[str, Any]
 
-_MAX_LINE_BYTES = 65_536
+# No record is as large; all settings of all models that one scheduler may serve are less than half of it.
+MAX_LINE_BYTES = 1 << 20
 _READ_BYTES = 4096
 
 
@@ -30,11 +31,17 @@ class Lines:
 
     def __init__(self) -> None:
         self._rest = b""
+        self._is_too_long = False
 
     def feed(self, data: bytes) -> list[Record]:
         """The records that are whole now."""
         *lines, rest = (self._rest + data).split(b"\n")
-        self._rest = rest if len(rest) <= _MAX_LINE_BYTES else b""
+        if lines and self._is_too_long:
+            # The end of what is dropped.
+            del lines[0]
+            self._is_too_long = False
+        self._is_too_long = self._is_too_long or len(rest) > MAX_LINE_BYTES
+        self._rest = b"" if self._is_too_long else rest
         records: list[Record] = []
         for line in lines:
             with contextlib.suppress(ValueError):

@@ -13,6 +13,7 @@ from stepwire.v1 import admin_pb2 as pb
 _MAX_NAME_LEN = 256
 _MAX_SETTINGS = 64
 _MAX_SETTING_LEN = 4096
+_MAX_SETTING_NAME_LEN = 64
 _MAX_DRAIN_S = 86_400.0
 # Those that are given otherwise, or by whoever started the service alone.
 _NO_SETTINGS = {
@@ -49,16 +50,19 @@ class ModelCalls:
             settings["served_model_name"] = request.name
         if request.workers:
             check_addresses(request.workers)
+        if len(request.settings) > _MAX_SETTINGS:
+            text = f"settings has {len(request.settings)} entries; at most {_MAX_SETTINGS} are allowed"
+            raise StepwireError("FIELD_OUT_OF_RANGE", text, {"field": "settings"})
         for name, value in request.settings.items():
+            if len(name) > _MAX_SETTING_NAME_LEN:
+                text = f"settings: {name[:_MAX_SETTING_NAME_LEN]}... is no setting's name"
+                raise StepwireError("FIELD_INVALID", text, {"field": "settings"})
             if name in _NO_SETTINGS:
                 text = f"settings: {name} cannot be among them; {_NO_SETTINGS[name]}"
                 raise StepwireError("FIELD_INVALID", text, {"field": "settings"})
             if len(value) > _MAX_SETTING_LEN:
-                text = f"settings: {name[:64]} has {len(value)} characters; at most {_MAX_SETTING_LEN} are allowed"
+                text = f"settings: {name} has {len(value)} characters; at most {_MAX_SETTING_LEN} are allowed"
                 raise StepwireError("FIELD_OUT_OF_RANGE", text, {"field": "settings"})
-        if len(request.settings) > _MAX_SETTINGS:
-            text = f"settings has {len(request.settings)} entries; at most {_MAX_SETTINGS} are allowed"
-            raise StepwireError("FIELD_OUT_OF_RANGE", text, {"field": "settings"})
         info = await self._operator.load({**request.settings, **settings}, list(request.workers))
         return pb.AdminServiceLoadModelResponse(model=model_message(info))
 

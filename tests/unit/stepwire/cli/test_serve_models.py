@@ -25,7 +25,7 @@ class FakeSupervisor:
         self.ended: list[Collection[str]] = []
         self.schedulers: list[ChildSpec] = []
         self.said: list[Record] = []
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
         self.heard = asyncio.Event()
 
     async def add_workers(self, specs: Sequence[ChildSpec]) -> None:
@@ -156,3 +156,15 @@ async def test_workers_for_a_scheduler_that_has_ended_meanwhile_are_ended_at_onc
         await asyncio.wait_for(rig.supervisor.heard.wait(), 10)
     assert rig.supervisor.ended[-1] == {spec.address for spec in rig.supervisor.added}
     assert rig.supervisor.said == []
+
+
+async def test_a_defect_is_answered_too_since_all_changes_wait_for_an_answer(
+    rig: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig.supervisor.failure = ValueError("embedded null byte")
+    answer = await rig.load("b", memory_fraction="0.5")
+    assert (answer["answers"], answer["reason"]) == ("q", "INTERNAL")
+    assert "embedded null byte" not in answer["error"]
+    assert "ValueError: embedded null byte" in capsys.readouterr().err
+    rig.supervisor.failure = None
+    assert "model" in await rig.load("b", memory_fraction="0.5")

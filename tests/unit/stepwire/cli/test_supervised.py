@@ -9,7 +9,7 @@ import pytest
 from scheduler_service.engine.supervision import ProcessEnd
 from stepwire.cli.supervised import Supervised
 from stepwire.rpc.errors import StepwireError
-from stepwire.supervisor.line import Record
+from stepwire.supervisor.line import MAX_LINE_BYTES, Record
 
 
 class Line:
@@ -119,3 +119,23 @@ def test_what_is_served_and_what_is_gone_is_told() -> None:
     assert not supervised.is_gone("h:1")
     line.tell({"gone": "h:1"})
     assert supervised.is_gone("h:1")
+
+
+async def test_what_would_not_arrive_is_refused_since_nobody_would_answer() -> None:
+    line = Line()
+    supervised = Supervised(line)  # type: ignore[arg-type]
+    async with asyncio.timeout(5):
+        with pytest.raises(StepwireError, match="too long") as caught:
+            await supervised.start_workers({"model": "/m", "adapter": "x" * MAX_LINE_BYTES})
+    assert (caught.value.reason, line.said) == ("FIELD_OUT_OF_RANGE", [])
+
+
+async def test_a_worker_at_the_address_of_one_that_is_gone_is_another() -> None:
+    line = Line()
+    supervised = Supervised(line)  # type: ignore[arg-type]
+    line.tell({"gone": "h:1"})
+    asked = asyncio.create_task(supervised.start_workers({"model": "/m"}))
+    await asyncio.sleep(0)
+    line.tell({"answers": line.said[0]["start_workers"], "model": {"model": "/m", "workers": ["h:1"]}})
+    await asked
+    assert not supervised.is_gone("h:1")

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from stepwire.supervisor.line import Lines, Record, SupervisorLine, encode
+from stepwire.supervisor.line import MAX_LINE_BYTES, Lines, Record, SupervisorLine, encode
 
 
 def test_a_record_is_whole_again_however_it_was_cut() -> None:
@@ -18,11 +18,20 @@ def test_a_record_is_whole_again_however_it_was_cut() -> None:
         assert [record for part in parts for record in part] == records
 
 
-@pytest.mark.parametrize("noise", [b"what\n", b"[1]\n", b"\xff\xfe\n", b"\n", b"x" * 70_000 + b"\n"])
+@pytest.mark.parametrize("noise", [b"what\n", b"[1]\n", b"\xff\xfe\n", b"\n", b"x" * (MAX_LINE_BYTES + 9) + b"\n"])
 def test_what_is_no_record_is_dropped(noise: bytes) -> None:
     lines = Lines()
     assert lines.feed(noise) == []
     assert lines.feed(encode({"go": True})) == [{"go": True}]
+
+
+def test_a_long_record_arrives_and_of_one_that_is_too_long_nothing_does() -> None:
+    lines = Lines()
+    long = {"start_workers": "q", "model": {"adapter": "x" * 500_000}}
+    data = encode(long)
+    assert [record for i in range(0, len(data), 4096) for record in lines.feed(data[i : i + 4096])] == [long]
+    assert lines.feed(b"x" * (MAX_LINE_BYTES + 1)) == []
+    assert lines.feed(b'{"replace": "a"}\n' + encode({"go": True})) == [{"go": True}]
 
 
 def test_a_child_hears_what_came_before_it_listened_and_says_what_it_wants() -> None:
