@@ -13,7 +13,7 @@ from scheduler_service.engine.models import Models
 from scheduler_service.engine.refusals import unloading
 from scheduler_service.engine.values import ModelInfo
 from scheduler_service.model_service import ModelService
-from scheduler_service.model_settings import ModelSettings, name_of
+from scheduler_service.model_settings import MAX_MODELS, ModelSettings, check_name, name_of
 from stepwire.rpc.errors import StepwireError
 
 # For calls that were ended to tell their clients so.
@@ -63,7 +63,7 @@ class ModelServices:
 
         Raises MODEL_ALREADY_EXISTS, FIELD_INVALID, and what a start fails with: then nothing has changed.
         """
-        self._models.check_new(name_of(settings["model"], settings.get("served_model_name")))
+        self._check_new(settings)
         return await self._changes.run(self._load(settings, workers))
 
     async def unload(self, name: str, drain_s: float | None) -> None:
@@ -86,7 +86,7 @@ class ModelServices:
 
     async def _load(self, settings: Mapping[str, str], workers: Sequence[str]) -> ModelInfo:
         async with self._lock:
-            self._models.check_new(name_of(settings["model"], settings.get("served_model_name")))
+            self._check_new(settings)
             placed: Mapping[str, Any] = {**settings, "workers": list(workers)}
             if not workers:
                 placed = await self._parts.supervision.start_workers(settings)
@@ -94,7 +94,9 @@ class ModelServices:
                 checked = self._checked(placed)
                 service = self._add(checked)
             except BaseException:
-                self._parts.supervision.end_workers(placed["workers"])
+                if not workers:
+                    # Those that were named may serve another model.
+                    self._parts.supervision.end_workers(placed["workers"])
                 raise
             try:
                 await service.start()
@@ -107,6 +109,18 @@ class ModelServices:
             _log.info("model_served", model=checked.name, workers=checked.workers)
             self._tell_supervisor()
             return service.engine.model_info()
+
+    def _check_new(self, settings: Mapping[str, str]) -> None:
+        """Raises MODEL_ALREADY_EXISTS, FIELD_INVALID, FIELD_OUT_OF_RANGE."""
+        name = name_of(settings["model"], settings.get("served_model_name"))
+        self._models.check_new(name)
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise StepwireError("FIELD_INVALID", f"name {error}", {"field": "name"}) from error
+        if len(self._services) >= MAX_MODELS:
+            text = f"{len(self._services)} models are served, and {MAX_MODELS} is the most: unload one first"
+            raise StepwireError("FIELD_OUT_OF_RANGE", text, {"field": "name"})
 
     def _checked(self, values: Mapping[str, Any]) -> ModelSettings:
         """Raises FIELD_INVALID."""

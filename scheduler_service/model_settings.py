@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from scheduler_service.engine.validate import check_adapter_name
 from stepwire.rpc.errors import StepwireError
 
+MAX_MODELS = 64
+_MAX_SHOWN_LEN = 256
+
 OWN_FIELDS = frozenset({"model", "served_model_name", "workers", "adapter"})
 """What each model has for itself, where the other settings of a service hold for all of its models."""
 
@@ -34,6 +37,16 @@ def parse_adapters(entries: list[str]) -> dict[str, str]:
 def name_of(model: str, served_model_name: str | None) -> str:
     """The name of a model: the one that is set, else the last part of its path."""
     return served_model_name or Path(model).name.removesuffix(".gguf") or "model"
+
+
+def check_name(name: str) -> str:
+    """The name, if it can be that of a model. Raises ValueError.
+
+    It is written in logs, in metrics and on the command line of a scheduler that takes the place of another.
+    """
+    if not name.isprintable() or name != name.strip():
+        raise ValueError(f"{name[:_MAX_SHOWN_LEN]!r} has characters that cannot be printed, or spaces at its ends")
+    return name
 
 
 class ModelSettings(BaseModel):
@@ -184,6 +197,14 @@ class ModelSettings(BaseModel):
     def _check_adapters(cls, entries: list[str]) -> list[str]:
         parse_adapters(entries)
         return entries
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        try:
+            check_name(self.name)
+        except ValueError as error:
+            raise ValueError(f"the name {error}; set served_model_name to another") from error
+        return self
 
     @model_validator(mode="after")
     def _check_workers(self) -> Self:

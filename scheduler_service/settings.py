@@ -12,7 +12,7 @@ from scheduler_service.engine.tenants import (
     parse_priorities,
     parse_weights,
 )
-from scheduler_service.model_settings import ModelSettings
+from scheduler_service.model_settings import MAX_MODELS, ModelSettings
 
 
 class SchedulerSettings(ModelSettings):
@@ -23,7 +23,7 @@ class SchedulerSettings(ModelSettings):
 
     models: list[ModelSettings] = Field(
         default=[],
-        max_length=64,
+        max_length=MAX_MODELS,
         description="Models that are served side by side, instead of one `model`; each with settings of its own, as "
         "model=PATH,served_model_name=NAME,KEY=VALUE. The first is the one that requests without a name mean.",
     )

@@ -57,3 +57,11 @@ def test_one_model_is_the_service_itself_and_several_have_its_settings_in_common
 def test_names_and_workers_are_each_models_own(entries: object, text: str) -> None:
     with pytest.raises(ValidationError, match=text):
         SchedulerSettings.model_validate({"models": entries})
+
+
+@pytest.mark.parametrize("name", ["x\0y", "x\ry", "x\ny", " x", "x ", "x\u202ey"])
+def test_a_name_can_be_written_down(name: str) -> None:
+    for values in ({"model": "m", "served_model_name": name}, {"model": f"/m/{name}"}):
+        with pytest.raises(ValidationError, match="set served_model_name to another"):
+            ModelSettings.model_validate(values)
+    assert ModelSettings(model=f"/m/{name}", served_model_name='模型/a "b", c').name == '模型/a "b", c'
