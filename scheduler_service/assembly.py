@@ -10,7 +10,8 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.adapters import Adapters
 from scheduler_service.engine.flight import FlightFacts, FlightRecorder
 from scheduler_service.engine.metrics import EngineMetricFamilies
-from scheduler_service.engine.ports import Device
+from scheduler_service.engine.models import Models
+from scheduler_service.engine.ports import Device, WorkerStatus
 from scheduler_service.engine.ranks import Rank
 from scheduler_service.engine.recovery import LifePlan
 from scheduler_service.engine.shares import Share, Shares
@@ -34,6 +35,7 @@ class ServiceParts:
     metrics: EngineMetricFamilies
     supervision: Supervision
     shares: Shares
+    models: Models
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Assembly:
         starter = GroupStarter(clients, self._plan, tracer, supervision=self._parts.supervision)
         self._starters.append(starter)
         starter.on_device = self._take_share
+        starter.on_found = self._check_free
         starter.hooks.append(lambda ports: self._adapters.add_all(ports, starter.epoch))
         started = await starter.start()
         flight = FlightRecorder(settings.flight_steps, FlightFacts.of(self._plan, started))
@@ -90,6 +93,12 @@ class Assembly:
         """Closes the connections to all workers."""
         for client in self._clients:
             await client.close()
+
+    def _check_free(self, rank: Rank, status: WorkerStatus) -> None:
+        """Raises FIELD_INVALID for a worker that serves here already, under another address: it would be taken away."""
+        if holder := self._parts.models.holder_of(status.scheduler_id):
+            text = f"the worker at {rank.port.address} serves {holder} already, under another address; name others"
+            raise StepwireError("FIELD_INVALID", text, {"field": "workers", "model": holder})
 
     def _take_share(self, rank: Rank, device: Device) -> None:
         if not device.device_id or not device.total_memory_bytes:

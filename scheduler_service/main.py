@@ -80,7 +80,7 @@ class _Service:
         families = EngineMetricFamilies(self._metrics)
         self._models = Models(families)
         self._services = ModelServices(
-            ServiceParts(settings, self._tracer, families, supervision, Shares()), self._models
+            ServiceParts(settings, self._tracer, families, supervision, Shares(), self._models), self._models
         )
         admin_keys = {} if settings.admin_key is None else {ADMIN_SERVICE_NAME: settings.admin_key}
         self._server = create_server(

@@ -77,6 +77,14 @@ class Models:
             self._metrics.refused.labels("", error.reason).inc()
             raise
 
+    def holder_of(self, scheduler_id: str) -> str:
+        """The model that a worker serves, whatever address it is called by, by whom it says that it belongs to; "" for
+        none of these."""
+        for engine in self:
+            if any(replica.scheduler_id == scheduler_id and replica.failure is None for replica in engine.replicas):
+                return engine.model_name
+        return ""
+
     def infos(self) -> list[ModelInfo]:
         """All models and how they stand."""
         return [engine.model_info() for engine in self]

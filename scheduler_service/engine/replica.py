@@ -62,6 +62,8 @@ class Replica:
         on_lost: "Callable[[Replica, StepwireError], None]",
     ) -> None:
         self.number = number
+        self.scheduler_id = life.starter.scheduler_id
+        """Whom its workers say that they belong to."""
         self.tracing = StepTracing(parts.tracer, parts.metrics, parts.step_traces, parts.model_name)
         self.is_leaving = False
         """Whether it takes no new requests, because it was told to drain."""

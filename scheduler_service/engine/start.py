@@ -32,6 +32,7 @@ _log = structlog.stdlib.get_logger(__name__)
 T = TypeVar("T")
 Hook = Callable[[Sequence[WorkerPort]], Awaitable[None]]
 DeviceHook = Callable[[Rank, Device], None]
+StatusHook = Callable[[Rank, WorkerStatus], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class GroupStarter:
 
     `hooks` are called with the ports of all ranks once these are ready, before any sequence comes: whoever
     keeps more on workers than weights and KV, such as adapters, brings it there again. `on_device` is told which device
-    each rank has, before any weights are loaded, and may raise StepwireError.
+    each rank has, before any weights are loaded, and may raise StepwireError; so may `on_found`, which is told of each
+    worker of a first start before that touches it.
     """
 
     def __init__(
@@ -83,13 +85,15 @@ class GroupStarter:
     ) -> None:
         self.hooks: list[Hook] = []
         self.on_device: DeviceHook = lambda _rank, _device: None
+        self.on_found: StatusHook = lambda _rank, _status: None
         self.supervision = supervision or Unsupervised()
         sizes = plan.tensor_parallel_size, plan.pipeline_parallel_size
         self._ranks = [Rank(i, port, Place.of(i, *sizes)) for i, port in enumerate(ports)]
         self._names = [port.address for port in ports]
         self._plan = plan
         self._tracer = tracer
-        self._scheduler_id = secrets.token_hex(8)
+        self.scheduler_id = secrets.token_hex(8)
+        """Whom workers belong to that were started by this."""
         self._epoch = 0
         self._num_blocks: int | None = None
 
@@ -120,7 +124,7 @@ class GroupStarter:
     async def release(self) -> None:
         """Has the workers forget the model, in an epoch of its own. One that cannot be reached is left as it is."""
         self._epoch += 1
-        resets = (rank.port.reset(self._epoch, self._scheduler_id, Phase.INITIALISED) for rank in self._ranks)
+        resets = (rank.port.reset(self._epoch, self.scheduler_id, Phase.INITIALISED) for rank in self._ranks)
         outcomes = await asyncio.gather(*resets, return_exceptions=True)
         for rank, outcome in zip(self._ranks, outcomes, strict=True):
             if isinstance(outcome, StepwireError):
@@ -222,6 +226,8 @@ class GroupStarter:
                 continue
             if status.epoch > self._epoch > 0:
                 raise fenced(status.epoch, status.scheduler_id)
+            if self._epoch == 0:
+                self.on_found(rank, status)
             rank.host, rank.process_id = status.host, status.process_id
             return status
 
@@ -231,7 +237,7 @@ class GroupStarter:
         # A worker of an earlier epoch or scheduler: what it holds of our model is kept.
         is_loaded = status.phase >= Phase.LOADED and status.fingerprint == self._plan.fingerprint
         to = kept if is_loaded else Phase.INITIALISED
-        phase = await rank.port.reset(self._epoch, self._scheduler_id, to)
+        phase = await rank.port.reset(self._epoch, self.scheduler_id, to)
         _log.info("worker_adopted", rank=rank.rank, address=rank.port.address, kept=phase.name.lower())
 
     async def _meet(self) -> None:
@@ -239,14 +245,14 @@ class GroupStarter:
         rendezvous, first = "", self._ranks[0]
         if len(self._ranks) > 1:
             try:
-                device = await first.port.init_device(self._epoch, self._scheduler_id, first.place, "")
+                device = await first.port.init_device(self._epoch, self.scheduler_id, first.place, "")
             except StepwireError as error:
                 raise rank_failed(first, "init_device", error) from error
             rendezvous = device.rendezvous
         await self._each("init_device", lambda rank: self._init_device(rank, rendezvous))
 
     async def _init_device(self, rank: Rank, rendezvous: str) -> None:
-        device = await rank.port.init_device(self._epoch, self._scheduler_id, rank.place, rendezvous)
+        device = await rank.port.init_device(self._epoch, self.scheduler_id, rank.place, rendezvous)
         self.on_device(rank, device)
         _log.info(
             "device",

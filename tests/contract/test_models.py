@@ -1,7 +1,7 @@
 """Several models behind one door: routed by name, loaded and unloaded while others serve, lost one by one."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import generate_latest
 
+from scheduler_service import model_services
+from scheduler_service.engine.supervision import Unsupervised
 from stepwire.client.types import ModelState
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import inference_pb2 as pb
@@ -196,6 +198,8 @@ async def test_a_load_that_cannot_be_changes_nothing(door: SeveralModels, checkp
         ("c", checkpoint, {"model": "/x"}, "FIELD_INVALID", "model cannot be among them; give it as the field path"),
         ("c", checkpoint, {"adapter": "x=/x"}, "FIELD_INVALID", "load adapters with LoadAdapter"),
         ("c", Path("relative"), {}, "FIELD_INVALID", "relative"),
+        ("c\r", checkpoint, {}, "FIELD_INVALID", "cannot be printed"),
+        ("c", checkpoint, {"t" * 5000: "2"}, "FIELD_INVALID", "tttt... is no setting's name"),
     ):
         with pytest.raises(StepwireError) as caught:
             await door.operate(
@@ -206,10 +210,45 @@ async def test_a_load_that_cannot_be_changes_nothing(door: SeveralModels, checkp
         assert (caught.value.reason, text in caught.value.message) == (reason, True), caught.value
     with pytest.raises(StepwireError, match="these workers serve already"):
         await load(door, checkpoint, "c", "a")
+    with pytest.raises(StepwireError, match="serves b already, under another address"):
+        await door.operate(
+            lambda client: client.load_model(
+                str(checkpoint), name="c", workers=[door.workers["b"].address.replace("127.0.0.1", "localhost")]
+            )
+        )
     with pytest.raises(StepwireError, match="there is no supervisor"):
         await door.operate(lambda client: client.load_model(str(checkpoint), name="c"))
     assert await served(door) == ["a", "b"]
     assert not door.worker("idle").steps
+    await load(door, checkpoint, "c")
+
+
+class Ends(Unsupervised):
+    """Notes which workers are to be ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def end_workers(self, addresses: Sequence[str]) -> None:
+        self.ended += addresses
+
+
+async def test_naming_workers_that_serve_ends_none_of_them(checkpoint: Path) -> None:
+    supervision = Ends()
+    async with several_models(checkpoint, ["a"], supervision=supervision, **LIMITS) as door:
+        with pytest.raises(StepwireError, match="these workers serve already"):
+            await load(door, checkpoint, "c", "a")
+        assert supervision.ended == []
+        await check_whole(begin(door, "a"))
+
+
+async def test_no_more_models_are_loaded_than_another_scheduler_could_serve(
+    door: SeveralModels, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_services, "MAX_MODELS", 2)
+    error = await load_error(door, checkpoint, "c")
+    assert (error.reason, "unload one first" in error.message) == ("FIELD_OUT_OF_RANGE", True)
+    await unload(door, "b")
     await load(door, checkpoint, "c")
 
 

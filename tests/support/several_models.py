@@ -80,7 +80,7 @@ async def several_models(
         families = EngineMetricFamilies(metrics)
         models = Models(families)
         common = SchedulerSettings.model_validate({"models": entries, "flight_dir": "/nonexistent", **settings})
-        parts = ServiceParts(common, get_tracer(None), families, supervision or Unsupervised(), Shares())
+        parts = ServiceParts(common, get_tracer(None), families, supervision or Unsupervised(), Shares(), models)
         services = ModelServices(parts, models)
         keys = {ADMIN_SERVICE_NAME: ADMIN_KEY}
         service = create_server(tracer_provider=None, max_message_bytes=64 << 20, service_keys=keys)
