@@ -247,8 +247,20 @@ class WorkerClient:
         except grpc.RpcError as error:
             code = error.code()
             raise from_rpc_error(error) from error
+        except grpc.aio.UsageError as error:
+            # Nothing else is used wrongly here but what is closed: the model was unloaded meanwhile.
+            raise self._closed() from error
+        except asyncio.CancelledError:
+            # gRPC cancels whoever waits on a connection that is closed; that is no cancellation of the task.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise self._closed() from None
         finally:
             _end(span, code)
+
+    def _closed(self) -> StepwireError:
+        return StepwireError("CANCELLED", f"the worker at {self.address} serves this model no more")
 
 
 def _end(span: Span, code: grpc.StatusCode) -> None:

@@ -1,4 +1,6 @@
-"""What a step stream says when it breaks."""
+"""What a step stream says when it breaks, and a connection that is closed."""
+
+import asyncio
 
 import grpc
 import pytest
@@ -6,8 +8,9 @@ from grpc.aio import Metadata
 from grpc_status import rpc_status
 
 from scheduler_service.rpc import worker_client
-from scheduler_service.rpc.worker_client import GrpcStepStream
+from scheduler_service.rpc.worker_client import GrpcStepStream, WorkerClient
 from stepwire.rpc.errors import StepwireError, to_status
+from stepwire.telemetry.trace import get_tracer
 
 
 class EndedCall:
@@ -55,3 +58,17 @@ async def test_one_whose_worker_has_said_nothing_is_lost(monkeypatch: pytest.Mon
     with pytest.raises(StepwireError, match="connection to the worker broke") as caught:
         await GrpcStepStream(EndedCall(None), 1).send(b"")
     assert caught.value.metadata["grpc_code"] == "INTERNAL"
+
+
+async def test_calls_on_a_connection_that_is_closed_fail_as_others_do() -> None:
+    """As when a model is unloaded while an operator profiles it."""
+    server = await asyncio.start_server(lambda _reader, _writer: asyncio.sleep(10), "127.0.0.1", 0)
+    client = WorkerClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", key=None, tracer=get_tracer(None))
+    waiting = asyncio.create_task(client.get_status(timeout_s=10))
+    await asyncio.sleep(0.1)
+    await client.close()
+    for call in (waiting, client.get_status(timeout_s=1), client.stop_profile(1)):
+        with pytest.raises(StepwireError, match="serves this model no more") as caught:
+            await call
+        assert caught.value.reason == "CANCELLED"
+    server.close()
