@@ -46,6 +46,8 @@ class Fleet:
         self._report = report
         self._held: dict[str, tuple[ModelSettings, Sequence[WorkerSettings]]] = {}
         """The models whose workers run here, by name, with these."""
+        self._first: dict[str, tuple[ModelSettings, Sequence[WorkerSettings]]] = {}
+        """Those that there are at first, by name, with their workers here."""
         self._served = {model.name for model in scheduler.all_models}
         """Those that a scheduler would serve that took the place of the one that runs."""
         self._num_workers = 0
@@ -61,6 +63,8 @@ class Fleet:
         """How to start a model's workers, which count as held from now on."""
         of = f" of {model.name}" if self._scheduler.models or self._held else ""
         self._held[model.name] = model, workers
+        if any(model is first for first in self._scheduler.all_models):
+            self._first[model.name] = model, workers
         specs = []
         for address, worker in zip(model.workers, workers, strict=True):
             name = f"worker {self._num_workers}"
@@ -78,6 +82,9 @@ class Fleet:
             self._num_schedulers += 1
             lost = [model for name, (model, _) in self._held.items() if name not in self._served]
             self._begin(self._end([address for model in lost for address in model.workers]))
+            if not self._served and not self._places_elsewhere:
+                self._served = set(self._first)
+                self._begin(self._start_first())
         elif "start_workers" in record:
             self._begin(self._answer(self._num_schedulers, str(record["start_workers"]), record["model"]))
         elif "end_workers" in record:
@@ -87,8 +94,16 @@ class Fleet:
 
     def _note(self, models: Sequence[ModelSettings]) -> None:
         self._served = {model.name for model in models}
-        if models:
-            self.supervisor.change_scheduler(self.scheduler_spec(models))
+        # Without any the next one serves what there was at first.
+        self.supervisor.change_scheduler(self.scheduler_spec(models))
+
+    async def _start_first(self) -> None:
+        """Starts workers of the first models, which had all been unloaded, for the scheduler that is to serve them."""
+        specs = [spec for each in self._first.values() for spec in self.worker_specs(*each)]
+        try:
+            await self.supervisor.add_workers(specs)
+        except OSError as error:
+            self._report(f"workers cannot be started: {error.strerror or error}")
 
     async def _answer(self, scheduler: int, question: str, values: Mapping[str, str]) -> None:
         """Answers a question of the scheduler of this number, if that is there still."""

@@ -138,8 +138,6 @@ async def test_a_scheduler_that_takes_anothers_place_serves_what_was_told(rig: R
     entries = [part for part in spec.command if part.startswith("--models=")]
     assert [f"model={rig.folder / name}" in entry for name, entry in zip("ab", entries, strict=True)] == [True, True]
     assert not any(part.startswith("--model=") for part in spec.command)
-    rig.fleet.take({"models": []})
-    assert len(rig.supervisor.schedulers) == 1
 
 
 async def test_workers_of_a_load_that_nobody_waits_for_any_more_are_ended(rig: Rig) -> None:
@@ -168,3 +166,20 @@ async def test_a_defect_is_answered_too_since_all_changes_wait_for_an_answer(
     assert "ValueError: embedded null byte" in capsys.readouterr().err
     rig.supervisor.failure = None
     assert "model" in await rig.load("b", memory_fraction="0.5")
+
+
+async def test_a_scheduler_with_no_model_to_serve_serves_what_there_was_at_first_on_workers_anew(rig: Rig) -> None:
+    first = rig.fleet.scheduler_spec()
+    await rig.load("b", memory_fraction="0.4")
+    await rig.tell({"end_workers": rig.scheduler.workers})
+    rig.fleet.take({"models": []})
+    assert rig.supervisor.schedulers == [first]
+    rig.supervisor.added.clear()
+    await rig.tell(None)
+    await asyncio.sleep(0)
+    assert [(spec.address, spec.group) for spec in rig.supervisor.added] == [(rig.first[0].address, "a")]
+    assert "model" in await rig.load("b", memory_fraction="0.5")
+    assert (await rig.load("b", memory_fraction="0.1", served_model_name="c"))["reason"] == "OUT_OF_MEMORY"
+    rig.supervisor.added.clear()
+    await rig.tell(None)
+    assert rig.supervisor.added == []
