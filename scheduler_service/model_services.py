@@ -153,9 +153,12 @@ class ModelServices:
             seconds = self._parts.settings.shutdown_timeout if drain_s is None else drain_s
             await engine.drain(seconds, unloading(name))
             await engine.wait_idle(_LAST_WORDS_S)
-            await self._remove(self._services[name])
+            try:
+                await self._remove(self._services[name])
+            finally:
+                # It is served no more, whatever went wrong in giving back what it had.
+                self._tell_supervisor()
             _log.info("model_unloaded", model=name)
-            self._tell_supervisor()
 
     async def _remove(self, service: ModelService) -> None:
         """Serves it no more, and gives its workers back."""

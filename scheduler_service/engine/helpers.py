@@ -51,9 +51,13 @@ class Helpers:
         self._all = [_Helper(module, greeting or {}) for _ in range(num_processes)]
         for helper in self._all:
             self._idle.put_nowait(helper)
+        self._is_closed = False
+        self._closing = asyncio.Lock()
 
     async def start(self) -> None:
         """Starts one process ahead of the first question, which finds out when that fails."""
+        if self._is_closed or self._idle.empty():
+            return
         helper = self._idle.get_nowait()
         try:
             with contextlib.suppress(OSError, EOFError):  # TimeoutError is an OSError
@@ -62,9 +66,11 @@ class Helpers:
             await self._give_back(helper)
 
     async def ask(self, question: Mapping[str, object]) -> dict[str, Any]:
-        """The answer of whichever process is free first. Raises HelperDied or HelperTimeout."""
+        """The answer of whichever process is free first. Raises HelperDied, also once closed, or HelperTimeout."""
         helper = await self._idle.get()
         try:
+            if self._is_closed:
+                raise HelperDied
             await helper.start()
             async with asyncio.timeout(self.time_limit_s):
                 return await helper.ask(question)
@@ -76,9 +82,16 @@ class Helpers:
             await self._give_back(helper)
 
     async def close(self) -> None:
-        """Kills the processes and waits for their end."""
+        """Kills the processes and waits for their end; none is started any more."""
+        self._is_closed = True
         for helper in self._all:
-            await helper.kill()
+            helper.end()
+        # Whoever waits for an answer, or for a start, gives the process back now.
+        async with self._closing:
+            back = [await self._idle.get() for _ in self._all]
+            for helper in back:
+                await helper.kill()
+                self._idle.put_nowait(helper)
 
     async def _give_back(self, helper: "_Helper") -> None:
         try:
@@ -96,6 +109,7 @@ class _Helper:
         self._module = module
         self._greeting = greeting
         self._process: asyncio.subprocess.Process | None = None
+        self._is_ended = False
 
     async def start(self) -> None:
         """Makes sure that the process runs and is ready."""
@@ -115,6 +129,8 @@ class _Helper:
             limit=_STREAM_LIMIT,
             start_new_session=True,  # a Ctrl-C at the terminal is the parent's to handle
         )
+        if self._is_ended:
+            raise EOFError
         async with asyncio.timeout(_START_LIMIT_S):
             await self.ask(self._greeting)
 
@@ -133,8 +149,15 @@ class _Helper:
         answer: dict[str, Any] = await asyncio.to_thread(json.loads, body)
         return answer
 
+    def end(self) -> None:
+        """Ends the process for good: whoever waits for its answer gets an error."""
+        self._is_ended = True
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
     async def kill(self) -> None:
-        """Ends the process, if there is one; the next question starts another."""
+        """Ends the process, if there is one, when nobody reads from it; the next question starts another."""
         process, self._process = self._process, None
         self.is_clean = True
         if process is not None:
