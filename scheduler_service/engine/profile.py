@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from scheduler_service.engine.changes import all_of
 from scheduler_service.engine.flight import FlightStep
 from scheduler_service.engine.group import WorkerGroup
 from scheduler_service.engine.ports import RankProfile
@@ -35,14 +36,16 @@ async def profile_group(group: WorkerGroup, num_steps: int, timeout_s: float) ->
         raise StepwireError("FIELD_OUT_OF_RANGE", f"step_count {num_steps} lies outside 1 to {MAX_STEPS}", metadata)
     ports = group.ports
     first = group.flight.num_answered
-    profiles: Sequence[RankProfile] = ()
-    # A step that is in flight now may still be profiled on one rank and not on another.
-    await asyncio.gather(*(port.start_profile(group.epoch, num_steps + 2) for port in ports))
     try:
+        # A step that is in flight now may still be profiled on one rank and not on another.
+        await all_of(port.start_profile(group.epoch, num_steps + 2) for port in ports)
         with suppress(TimeoutError):
             await asyncio.wait_for(group.flight.wait_answered(first + num_steps), timeout_s)
-    finally:
-        profiles = await asyncio.gather(*(port.stop_profile(group.epoch) for port in ports))
+    except BaseException:
+        # Ranks that have begun would go on, and nobody would ask for what they keep.
+        await asyncio.gather(*(port.stop_profile(group.epoch) for port in ports), return_exceptions=True)
+        raise
+    profiles = await asyncio.gather(*(port.stop_profile(group.epoch) for port in ports))
     num_done = group.flight.num_answered - first
     if num_done == 0:
         text = f"no step ran within {timeout_s:g} s: profile while requests run"

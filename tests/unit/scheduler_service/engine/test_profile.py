@@ -1,14 +1,19 @@
-"""One timeline of scheduler and ranks."""
+"""One timeline of scheduler and ranks, and profiles that come to nothing."""
 
+import asyncio
 import gzip
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.engine.flight import FlightStep
 from scheduler_service.engine.ports import StepTimings
-from scheduler_service.engine.profile import merge
+from scheduler_service.engine.profile import merge, profile_group
+from stepwire.rpc.errors import StepwireError
 from tests.support.fake_worker import FAKE_TRACE
 
 BASE_NS = 1_000_000_000_000_000_000
@@ -58,3 +63,41 @@ def test_steps_in_flight_at_one_time_are_on_different_tracks() -> None:
 def test_processes_have_names() -> None:
     names = {e["pid"]: e["args"]["name"] for e in merged(step(1, 0, 1)) if e["name"] == "process_name"}
     assert sorted(names.values()) == ["scheduler", "worker, rank 0", "worker, rank 1"]
+
+
+class _Port:
+    """A rank that may fail to begin; `is_profiling` while it profiles."""
+
+    def __init__(self, failure: StepwireError | None = None, delay_s: float = 0) -> None:
+        self.is_profiling = False
+        self._failure = failure
+        self._delay_s = delay_s
+
+    async def start_profile(self, epoch: int, max_steps: int) -> None:
+        del epoch, max_steps
+        if self._failure is not None:
+            raise self._failure
+        self.is_profiling = True
+        await asyncio.sleep(self._delay_s)
+
+    async def stop_profile(self, epoch: int) -> None:
+        del epoch
+        if not self.is_profiling:
+            raise StepwireError("FIELD_INVALID", "none was begun")
+        self.is_profiling = False
+
+
+async def test_a_profile_that_one_rank_cannot_begin_ends_on_the_others() -> None:
+    ports = [_Port(delay_s=0.05), _Port(StepwireError("OUT_OF_MEMORY", "no room"))]
+    group: Any = SimpleNamespace(ports=ports, epoch=1, flight=SimpleNamespace(num_answered=0))
+    with pytest.raises(StepwireError, match="no room"):
+        await profile_group(group, 5, 1)
+    assert not any(port.is_profiling for port in ports)
+
+
+async def test_a_profile_that_is_cancelled_while_it_begins_ends() -> None:
+    port = _Port(delay_s=10)
+    group: Any = SimpleNamespace(ports=[port], epoch=1, flight=SimpleNamespace(num_answered=0))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(profile_group(group, 5, 1), 0.05)
+    assert not port.is_profiling
