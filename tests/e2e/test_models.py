@@ -147,7 +147,7 @@ async def test_a_scheduler_that_is_started_anew_serves_what_was_loaded_too(serve
         pid = server.pids["scheduler"]
         os.kill(pid, signal.SIGKILL)
         await until(lambda: server.pids.get("scheduler") not in (pid, None))
-        await asyncio.to_thread(wait_serving, server)
+        await asyncio.to_thread(wait_serving, server.target, server.process, server.log_path)
         assert {name: pid_of(server, name) for name in before} == before
         assert state_of(server, "c").model.state is ModelState.READY
         operator.unload_model("c")
