@@ -26,6 +26,9 @@ from stepwire.supervisor.child import ChildSpec
 from stepwire.supervisor.line import Record
 from stepwire.supervisor.process import Process
 
+# To import Ray adds a field of its own to all records that this process logs.
+logging.setLogRecordFactory(logging.LogRecord)
+
 _CONNECT_TIMEOUT_S = 5.0
 _EVICT_TIMEOUT_S = 5.0
 _POLL_S = 0.1

@@ -1,6 +1,7 @@
 """The workers of a rank, one after the other, each in an incarnation of its own. A fake stands for the actor."""
 
 import asyncio
+import logging
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -143,3 +144,8 @@ async def test_an_actor_that_is_gone_for_good_is_an_error(actor: Actor, launcher
 def test_a_head_that_does_not_answer_is_named_with_a_remedy(address: str) -> None:
     with pytest.raises(PlacementError, match=f"no Ray cluster answers at {address} .*--ray-address"):
         _check_reachable(address)
+
+
+def test_what_this_process_logs_has_no_field_of_rays() -> None:
+    given = "name", logging.INFO, "file", 1, "message", (), None
+    assert vars(logging.getLogger().makeRecord(*given)).keys() == vars(logging.LogRecord(*given)).keys()
