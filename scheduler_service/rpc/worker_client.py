@@ -52,6 +52,7 @@ _PROFILE_TIMEOUT_S = 120.0
 _OPEN_TIMEOUT_S = 30.0
 _STATUS_TIMEOUT_S = 1.0
 _STATUS_EVERY_S = 0.005
+_ENDED = "the worker ended the step stream"
 # The status that gRPC gives a call of its own, when a message cannot be written.
 _OF_A_WRITE = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 # A worker that is started anew is waited for by everybody.
@@ -320,12 +321,12 @@ class GrpcStepStream:
             raise
         except grpc.RpcError as error:
             # Of a call that has just ended a write knows no cause; the call's own status does.
-            raise await self._meaning(error) from error
+            raise await self._meaning(_lost(error)) from error
         except Exception as error:
             if not self._call.done():
                 raise
             # gRPC says no more than that the call is over.
-            raise await self._why_ended() from error
+            raise await self._meaning(StepwireError("WORKER_FAILED", _ENDED)) from error
 
     async def _read(self) -> pb.ExecuteModelResponse:
         try:
@@ -334,9 +335,9 @@ class GrpcStepStream:
             self._raise_if_closed()
             raise
         except grpc.RpcError as error:
-            raise await self._meaning(error) from error
+            raise await self._meaning(_lost(error)) from error
         if response is grpc.aio.EOF:
-            raise await self._why_ended()
+            raise await self._meaning(StepwireError("WORKER_FAILED", _ENDED))
         message: pb.ExecuteModelResponse = response
         return message
 
@@ -346,11 +347,12 @@ class GrpcStepStream:
         if self._is_cancelled and task is not None and not task.cancelling():
             raise StepwireError("CANCELLED", "the step stream was closed") from None
 
-    async def _meaning(self, error: grpc.RpcError) -> StepwireError:
+    async def _meaning(self, otherwise: StepwireError) -> StepwireError:
+        """What the worker said, or `otherwise` where nothing comes."""
         try:
             return await asyncio.wait_for(self._why_ended(), _STATUS_TIMEOUT_S)
         except TimeoutError:
-            return _lost(error)
+            return otherwise
 
     async def _why_ended(self) -> StepwireError:
         code, details = await self._call.code(), await self._call.details()
@@ -358,7 +360,7 @@ class GrpcStepStream:
             # The call had ended, and that is all the write could know: what the worker said is about to replace it.
             await asyncio.sleep(_STATUS_EVERY_S)
             code, details = await self._call.code(), await self._call.details()
-        details = details or "the worker ended the step stream"
+        details = details or _ENDED
         if code is grpc.StatusCode.OK:
             return StepwireError("WORKER_FAILED", details)
         trailing = await self._call.trailing_metadata()

@@ -72,3 +72,17 @@ async def test_calls_on_a_connection_that_is_closed_fail_as_others_do() -> None:
             await call
         assert caught.value.reason == "CANCELLED"
     server.close()
+
+
+class SilentCall(EndedCall):
+    """A call that ends in order, and of which nothing is said beyond what a write made of it."""
+
+    async def read(self) -> object:
+        return grpc.aio.EOF
+
+
+async def test_one_that_ends_without_a_word_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "_STATUS_TIMEOUT_S", 0.05)
+    async with asyncio.timeout(5):
+        with pytest.raises(StepwireError, match="the worker ended the step stream"):
+            await GrpcStepStream(SilentCall(None), 1).receive()
