@@ -164,7 +164,16 @@ class GroupLife:
         for observer in self.observers:
             observer.epoch_ended(end)
         # In a context of its own: this is called from within the old epoch's tasks.
-        self._recovery = asyncio.create_task(self._recover(end), name="recovery", context=without_span())
+        self._recovery = asyncio.create_task(self._recover_or_give_up(end), name="recovery", context=without_span())
+
+    async def _recover_or_give_up(self, end: EpochEnd) -> None:
+        try:
+            await self._recover(end)
+        except Exception as error:
+            # Nobody waits for this task: requests would wait for ever.
+            _log.exception("recovery_failed", reason="INTERNAL")
+            text = f"the recovery failed: {error!r}; its log has the cause"
+            self._on_give_up(StepwireError("INTERNAL", text, end.error.metadata))
 
     async def _recover(self, end: EpochEnd) -> None:
         began, group = time.monotonic(), self.group

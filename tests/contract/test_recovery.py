@@ -10,7 +10,7 @@ import pytest
 
 from scheduler_service.engine.causes import EpochEnd
 from scheduler_service.engine.recovery import Epoch
-from scheduler_service.engine.supervision import ProcessEnd
+from scheduler_service.engine.supervision import ProcessEnd, Unsupervised
 from stepwire.rpc.errors import StepwireError
 from stepwire.supervisor.ports import free_port
 from stepwire.v1 import inference_pb2 as pb
@@ -21,7 +21,7 @@ from tests.support.scheduler_server import RunningScheduler, running_scheduler, 
 NUM_TOKENS = 60
 
 
-class Supervisor:
+class Supervisor(Unsupervised):
     """Knows how processes end, and what is asked of it."""
 
     def __init__(self) -> None:
@@ -165,6 +165,19 @@ async def test_the_log_has_one_error_with_the_root_cause(capsys: pytest.CaptureF
     assert "epoch_ended" in line
     for part in ("execute_model failed on rank 0", "worker 0 was killed by SIGKILL", "error_exit_status=-9"):
         assert part in line
+
+
+async def test_a_defect_of_the_recovery_ends_requests_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object, address: str) -> bool:
+        raise LookupError(address)
+
+    supervisor = Supervisor()
+    monkeypatch.setattr(Supervisor, "is_gone", fails)
+    async with streaming(1, supervision=supervisor) as (scheduler, streams):
+        await scheduler.worker_server.kill()
+        with pytest.raises(StepwireError, match="the recovery failed: LookupError"):
+            await streams[0].check()
+        assert not scheduler.engine.is_healthy
 
 
 async def test_a_hung_step_asks_for_another_process_and_goes_on() -> None:
