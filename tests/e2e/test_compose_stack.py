@@ -83,7 +83,7 @@ def test_the_stack_answers_and_shows_the_trace(tiny_model: Path, tmp_path: Path)
         assert done.returncode == 0, done.stderr
         trace = wait_for_trace(page, "composed")
         for name, metric in (
-            ("scheduler", "stepwire_ready 1.0"),
+            ("scheduler", 'stepwire_ready{model="smollm2-135m"} 1.0'),
             ("worker", 'stepwire_worker_phase{phase="ready"} 1.0'),
         ):
             url = f"http://127.0.0.1:{compose.port(name, '9464')}/metrics"
