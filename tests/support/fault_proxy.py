@@ -40,11 +40,20 @@ class FaultProxy:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Those that were being connected meanwhile; and what is aborted is closed in the loop's next turn.
+        self.cut()
+        await asyncio.sleep(0)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._writers.add(writer)
         try:
             there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
         except OSError:
+            self._writers.discard(writer)
             writer.transport.abort()
             return
         pair = (writer, there_writer)
