@@ -1,6 +1,7 @@
 """What a step stream says when it breaks, and a connection that is closed."""
 
 import asyncio
+import socket
 
 import grpc
 import pytest
@@ -62,16 +63,16 @@ async def test_one_whose_worker_has_said_nothing_is_lost(monkeypatch: pytest.Mon
 
 async def test_calls_on_a_connection_that_is_closed_fail_as_others_do() -> None:
     """As when a model is unloaded while an operator profiles it."""
-    server = await asyncio.start_server(lambda _reader, _writer: asyncio.sleep(10), "127.0.0.1", 0)
-    client = WorkerClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", key=None, tracer=get_tracer(None))
-    waiting = asyncio.create_task(client.get_status(timeout_s=10))
-    await asyncio.sleep(0.1)
-    await client.close()
-    for call in (waiting, client.get_status(timeout_s=1), client.stop_profile(1)):
-        with pytest.raises(StepwireError, match="serves this model no more") as caught:
-            await call
-        assert caught.value.reason == "CANCELLED"
-    server.close()
+    # It listens and never answers, so that calls wait: nothing is accepted.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = WorkerClient(f"127.0.0.1:{server.getsockname()[1]}", key=None, tracer=get_tracer(None))
+        waiting = asyncio.create_task(client.get_status(timeout_s=10))
+        await asyncio.sleep(0.1)
+        await client.close()
+        for call in (waiting, client.get_status(timeout_s=1), client.stop_profile(1)):
+            with pytest.raises(StepwireError, match="serves this model no more") as caught:
+                await call
+            assert caught.value.reason == "CANCELLED"
 
 
 class SilentCall(EndedCall):
