@@ -206,12 +206,7 @@ class Decoder:
     def run(self, hidden: torch.Tensor, batch: BatchTables, first: int = 0, last: int | None = None) -> None:
         """Layers [first, last) over `hidden` [num_tokens, hidden_size], in place, residuals included."""
         self._check_batch(batch)
-        self._forward(batch.c, None, hidden, range(first, self._num_layers if last is None else last), None)
-
-    def hidden_states(self, token_ids: torch.Tensor, batch: BatchTables, rows: torch.Tensor) -> torch.Tensor:
-        """Embedding and all layers in one call -> hidden states of `rows`, int64 [m], rising: [m, hidden_size]."""
-        hidden = self._run_whole(token_ids, batch, rows, None)
-        return hidden if len(hidden) == len(rows) else hidden.index_select(0, rows)
+        self._forward(batch, None, hidden, range(first, self._num_layers if last is None else last), None)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Final norm and head of `rows`, int64 [m], of hidden -> float32 [m, vocab_size]."""
@@ -228,18 +223,20 @@ class Decoder:
 
     def forward(self, token_ids: torch.Tensor, batch: BatchTables, rows: torch.Tensor) -> torch.Tensor:
         """Embedding, all layers, and logits of `rows`, float32 [m, vocab_size], in one call."""
+        self._check_batch(batch)
         logits = torch.empty(len(rows), self._spec.vocab_size)
         head = self._head(rows, batch.num_tokens, logits=logits) if len(rows) else None
-        self._run_whole(token_ids, batch, rows, head)
+        self._forward(batch, token_ids, self._empty(batch.num_tokens), range(self._num_layers), head)
         return logits
 
     def forward_greedy(
         self, token_ids: torch.Tensor, batch: BatchTables, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `forward`, with what `greedy` answers."""
+        self._check_batch(batch)
         best, finite = self._greedy_outputs(len(rows))
         head = self._head(rows, batch.num_tokens, token_ids=best, finite=finite) if len(rows) else None
-        self._run_whole(token_ids, batch, rows, head)
+        self._forward(batch, token_ids, self._empty(batch.num_tokens), range(self._num_layers), head)
         return best, finite
 
     def attention_half(self, layer: int, hidden: torch.Tensor, batch: BatchTables) -> torch.Tensor:
@@ -268,28 +265,9 @@ class Decoder:
             self._handle, self._layer(layer), int(half == "mlp"), len(hidden), address(hidden), address(branch)
         )
 
-    def _run_whole(
-        self, token_ids: torch.Tensor, batch: BatchTables, rows: torch.Tensor, head: abi.Head | None
-    ) -> torch.Tensor:
-        """Embedding, all layers and the head, if any, of `rows`. Answers the hidden states of all tokens; where rows
-        are fewer, and it can, those of `rows` alone: the last layer is computed for them only.
-        """
-        self._check_batch(batch)
-        hidden, c_batch = self._empty(batch.num_tokens), batch.c
-        only_rows = len(rows) < batch.num_tokens and not batch.runs and bool((rows[1:] > rows[:-1]).all())
-        if only_rows:
-            self._check_rows(rows, batch.num_tokens)
-            c_batch = abi.Batch.from_buffer_copy(c_batch)
-            # Of no rows there is no address, and without one all are wanted.
-            c_batch.wanted, c_batch.num_wanted = address(rows if len(rows) else rows.new_zeros(1)), len(rows)
-            if head is not None:
-                head.rows = None
-        self._forward(c_batch, token_ids, hidden, range(self._num_layers), head)
-        return hidden[: len(rows)] if only_rows else hidden
-
     def _forward(
         self,
-        batch: abi.Batch | None,
+        batch: BatchTables | None,
         token_ids: torch.Tensor | None,
         hidden: torch.Tensor,
         layers: range,
@@ -302,10 +280,9 @@ class Decoder:
             check_tensor("token_ids", token_ids, torch.int64, (len(hidden),))
             if self._spec.embedding is None:
                 raise ValueError("this decoder has no embedding")
-        if batch is None:
-            batch = abi.Batch(num_tokens=len(hidden) if token_ids is not None else 0)
+        c_batch = abi.Batch(num_tokens=len(hidden) if token_ids is not None else 0) if batch is None else batch.c
         self._pool.library.sw_forward(
-            self._handle, batch, address(token_ids), address(hidden), layers.start, layers.stop, head
+            self._handle, c_batch, address(token_ids), address(hidden), layers.start, layers.stop, head
         )
 
     def _head(
@@ -317,9 +294,11 @@ class Decoder:
         token_ids: torch.Tensor | None = None,
         finite: torch.Tensor | None = None,
     ) -> abi.Head:
-        self._check_rows(rows, num_tokens)
+        check_tensor("rows", rows, torch.int64, (len(rows),))
         if self._spec.head is None:
             raise ValueError("this decoder has no head")
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
+            raise ValueError(f"rows must lie below {num_tokens}")
         return abi.Head(address(rows), len(rows), address(logits), address(token_ids), address(finite))
 
     def _greedy_outputs(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,11 +315,6 @@ class Decoder:
         if not 0 <= layer < self._num_layers:
             raise ValueError(f"there is no layer {layer}: the decoder has {self._num_layers}")
         return layer
-
-    def _check_rows(self, rows: torch.Tensor, num_tokens: int) -> None:
-        check_tensor("rows", rows, torch.int64, (len(rows),))
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
-            raise ValueError(f"rows must lie below {num_tokens}")
 
     def _check_hidden(self, hidden: torch.Tensor, num_tokens: int) -> None:
         if self._handle is None or self._pool.handle is None:

@@ -114,9 +114,8 @@ class NativeGroupExecutor:
         padded = functional.pad(local, (0, width - len(vocabulary)))
         return self.group.all_gather(padded)[:, : vocabulary.size].contiguous()
 
-    def greedy(self, batch: StepBatch) -> tuple[IntArray, BoolArray]:
+    def greedy(self, hidden: torch.Tensor) -> tuple[IntArray, BoolArray]:
         """See Executor. Ranks exchange the likeliest of their own token ids, not all logits."""
-        hidden = self.forward(batch)
         rows = torch.arange(len(hidden))
         with timed_part(self._decoder, "head"):
             if not self._is_split:

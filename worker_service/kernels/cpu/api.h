@@ -89,15 +89,11 @@ struct SwBatch {
   int64_t table_stride;
   const SwRun* runs;  // [num_runs], which do not overlap; other tokens have no adapter
   int32_t num_runs;
-  // Rows of hidden that are wanted after the last layer of a call, in rising order: they are left in its first
-  // `num_wanted` rows, and nothing is of use in the others. Null for all, where they are; null when there are runs.
-  const int64_t* wanted;
-  int64_t num_wanted;
 };
 
 // What to do with chosen rows: logits, or the largest one's index; null what is not wanted.
 struct SwHead {
-  const int64_t* rows;  // [num_rows] of hidden; null for the first ones
+  const int64_t* rows;  // [num_rows] of hidden
   int64_t num_rows;
   float* logits;        // [num_rows, vocab_size]
   int64_t* token_ids;   // [num_rows]
