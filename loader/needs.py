@@ -16,6 +16,8 @@ from loader.tensors import WeightSlice
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+KV_SCALE_BYTES = 4
+"""Of the float that multiplies the values of a head at a position, where these are of eight bits."""
 # While quantised weights are laid out anew, each of their values takes so many bytes: as a byte of its own, joined, in
 # turn with another weight's, and where it comes to lie.
 _BYTES_PLACED = 4
@@ -88,8 +90,7 @@ def rank_needs(
 
 
 def _kv_head_bytes(head_dim: int, value_bytes: int, kv_cache_dtype: str) -> int:
-    # Values of eight bits have a scale of 32 a head.
-    return head_dim * value_bytes if kv_cache_dtype == "auto" else head_dim + 4
+    return head_dim * value_bytes if kv_cache_dtype == "auto" else head_dim + KV_SCALE_BYTES
 
 
 def num_parameters(config: ModelConfig) -> int:

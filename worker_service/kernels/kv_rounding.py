@@ -7,7 +7,6 @@ import torch
 KV_DTYPES: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """What caches store besides the model's own type, by the names of the setting `kv_cache_dtype`."""
 
-SCALE_BYTES = torch.float32.itemsize
 LARGEST: Mapping[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_service.kernels.kv_rounding import SCALE_BYTES, restore_heads, round_heads
+from loader.needs import KV_SCALE_BYTES
+from worker_service.kernels.kv_rounding import restore_heads, round_heads
 
 LANES = 16
 PANEL = 32
@@ -102,7 +103,7 @@ class KvLayout:
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Of the buffer."""
-        width = self.head_dim if self.stored is None else self.head_dim + SCALE_BYTES
+        width = self.head_dim if self.stored is None else self.head_dim + KV_SCALE_BYTES
         return (self.num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size * width)
 
     @property

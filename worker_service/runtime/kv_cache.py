@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from worker_service.kernels.kv_rounding import SCALE_BYTES, restore_heads, round_heads
+from loader.needs import KV_SCALE_BYTES
+from worker_service.kernels.kv_rounding import restore_heads, round_heads
 from worker_service.kernels.paged.problem import Pages
 from worker_service.runtime.errors import RuntimeFailure
 
@@ -24,7 +25,7 @@ class CacheShape:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token position needs, over all layers."""
-        head_bytes = self.head_dim * self.dtype.itemsize if self.stored is None else self.head_dim + SCALE_BYTES
+        head_bytes = self.head_dim * self.dtype.itemsize if self.stored is None else self.head_dim + KV_SCALE_BYTES
         return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
     @property
