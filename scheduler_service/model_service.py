@@ -1,7 +1,7 @@
 """One model of a scheduler process: from its settings to an engine that serves it, and its end."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import structlog
@@ -11,6 +11,7 @@ from loader.errors import CheckpointError
 from loader.inspection import Problem
 from loader.tokenizer import load_tokenizer
 from scheduler_service.assembly import Assembled, Assembly, ServiceParts
+from scheduler_service.engine.changes import all_or_none
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.grammars import GrammarChecker
 from scheduler_service.engine.preflight import PHASE, check_before_start, check_failed, wish_of
@@ -62,11 +63,14 @@ class ModelService:
                     checkpoint = await asyncio.to_thread(check_before_start, settings.path, wish_of(settings))
                 plan = start_plan(settings, checkpoint)
                 self._assembly = Assembly(settings, plan, self._parts, self.engine.adapters)
-                model, assembled = await _both(
-                    asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len, settings.grammar_timeout),
-                    self._start_groups(self._assembly),
+                text_side = asyncio.ensure_future(
+                    asyncio.to_thread(_load_text_side, checkpoint, plan.max_model_len, settings.grammar_timeout)
                 )
-                await self._begin(model, assembled)
+                # Of all replicas at once.
+                groups = asyncio.ensure_future(all_or_none(map(self._assembly.start, settings.groups)))
+                await all_or_none((text_side, groups))
+                model = text_side.result()
+                await self._begin(model, groups.result())
             self._template = model.template
 
     async def prepare(self) -> None:
@@ -124,16 +128,6 @@ class ModelService:
         )
         self._parts.supervision.serving()
 
-    async def _start_groups(self, assembly: Assembly) -> list[Assembled]:
-        """The groups of all replicas at once; the first failure is raised, and ends the others."""
-        starts = [asyncio.create_task(assembly.start(addresses)) for addresses in self.settings.groups]
-        try:
-            return await asyncio.gather(*starts)
-        finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
-
 
 def start_plan(settings: ModelSettings, checkpoint: Checkpoint) -> StartPlan:
     """What workers are to be made ready for, by the settings and what the checkpoint says of its model."""
@@ -177,16 +171,3 @@ def _load_text_side(checkpoint: Checkpoint, max_model_len: int, grammar_timeout_
             files.tokenizer.to_str(), config.vocab_size, config.eos_token_ids, time_limit_s=grammar_timeout_s
         ),
     )
-
-
-async def _both(
-    first: Awaitable[ServedModel], second: Awaitable[list[Assembled]]
-) -> tuple[ServedModel, list[Assembled]]:
-    """Waits for both; when one fails the other is cancelled."""
-    tasks = (asyncio.ensure_future(first), asyncio.ensure_future(second))
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

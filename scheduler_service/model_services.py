@@ -8,7 +8,7 @@ import structlog
 from pydantic import ValidationError
 
 from scheduler_service.assembly import ServiceParts
-from scheduler_service.engine.changes import Changes
+from scheduler_service.engine.changes import Changes, all_or_none
 from scheduler_service.engine.models import Models
 from scheduler_service.engine.refusals import unloading
 from scheduler_service.engine.values import ModelInfo
@@ -41,13 +41,7 @@ class ModelServices:
     async def start(self) -> None:
         """Starts all models at once. The first failure is raised, as StepwireError, and ends the others' starts."""
         async with self._lock:
-            starts = [asyncio.create_task(service.start()) for service in self._services.values()]
-            try:
-                await asyncio.gather(*starts)
-            finally:
-                for start in starts:
-                    start.cancel()
-                await asyncio.gather(*starts, return_exceptions=True)
+            await all_or_none(service.start() for service in self._services.values())
 
     async def prepare(self) -> None:
         """Starts what makes first requests quicker."""

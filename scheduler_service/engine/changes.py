@@ -43,6 +43,17 @@ class Changes:
             task.exception()
 
 
+async def all_or_none(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Makes all calls at once; the first failure is raised, once the others, which it cancels, have ended."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def all_of(calls: Iterable[Awaitable[object]]) -> None:
     """Makes all calls at once and waits for all of them; raises the first one's error among those that failed."""
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
