@@ -33,8 +33,42 @@ from stepwire.telemetry.metrics import (
 _OTHER_TENANTS = "other"
 _MODEL = "model"
 _GEN_AI_MODEL = "gen_ai_request_model"
+_Cores = Sequence[Scheduler]
+# What is read of a model's cores together: the text of the metric, and its value by state; "" for the only one.
+_GAUGES: Mapping[str, tuple[str, Mapping[str, Callable[[_Cores], int]]]] = {
+    names.METRIC_SEQUENCES: (
+        "Sequences that live, by state.",
+        {
+            "running": lambda cores: sum(core.num_running for core in cores),
+            "waiting": lambda cores: sum(core.num_waiting for core in cores),
+        },
+    ),
+    names.METRIC_BLOCKS: (
+        "Blocks of the KV cache, by state.",
+        {
+            "used": lambda cores: sum(core.config.num_blocks - core.num_free_blocks for core in cores),
+            "cached": lambda cores: sum(core.num_cached_blocks for core in cores),
+            "free": lambda cores: sum(core.num_free_blocks - core.num_cached_blocks for core in cores),
+        },
+    ),
+    names.METRIC_SLOTS: (
+        "Places for tokens in the blocks that sequences hold, by state.",
+        {
+            "taken": lambda cores: sum(core.num_slots[0] for core in cores),
+            "empty": lambda cores: max(0, sum(whole - taken for taken, whole in (core.num_slots for core in cores))),
+        },
+    ),
+    names.METRIC_STEPS_IN_FLIGHT: (
+        "Steps sent and not answered.",
+        {"": lambda cores: sum(core.num_in_flight for core in cores)},
+    ),
+    names.METRIC_QUEUED_TOKENS: (
+        "Tokens of the sequences that wait.",
+        {"": lambda cores: sum(core.num_queued_tokens for core in cores)},
+    ),
+}
 # What the core counts: the text of the metric, and the field of its stats.
-_CORE_COUNTERS: Mapping[str, tuple[str, str]] = {
+_COUNTERS: Mapping[str, tuple[str, str]] = {
     names.METRIC_STEPS: ("Steps that were answered.", "num_steps"),
     names.METRIC_PREEMPTIONS: ("Preemptions.", "num_preemptions"),
     names.METRIC_HOPELESS: ("Requests ended early: their deadline could not be met.", "num_hopeless"),
@@ -297,55 +331,21 @@ class _CoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
-        families = _core_families()
+        ready = GaugeMetricFamily(names.METRIC_READY, "Whether requests are served.", labels=(_MODEL,))
+        of_models: dict[str, _Cores] = {}
         for model, (schedulers, is_healthy) in list(self.models.items()):
-            families[names.METRIC_READY].add_metric((model,), float(is_healthy()))
+            ready.add_metric((model,), float(is_healthy()))
             if cores := schedulers():
-                _add_cores(families, model, cores)
-        yield from families.values()
-
-
-def _core_families() -> "dict[str, GaugeMetricFamily | CounterMetricFamily]":
-    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
-        names.METRIC_READY: GaugeMetricFamily(names.METRIC_READY, "Whether requests are served.", labels=(_MODEL,)),
-        names.METRIC_SEQUENCES: GaugeMetricFamily(
-            names.METRIC_SEQUENCES, "Sequences that live, by state.", labels=(_MODEL, "state")
-        ),
-        names.METRIC_BLOCKS: GaugeMetricFamily(
-            names.METRIC_BLOCKS, "Blocks of the KV cache, by state.", labels=(_MODEL, "state")
-        ),
-        names.METRIC_SLOTS: GaugeMetricFamily(
-            names.METRIC_SLOTS,
-            "Places for tokens in the blocks that sequences hold, by state.",
-            labels=(_MODEL, "state"),
-        ),
-        names.METRIC_STEPS_IN_FLIGHT: GaugeMetricFamily(
-            names.METRIC_STEPS_IN_FLIGHT, "Steps sent and not answered.", labels=(_MODEL,)
-        ),
-        names.METRIC_QUEUED_TOKENS: GaugeMetricFamily(
-            names.METRIC_QUEUED_TOKENS, "Tokens of the sequences that wait.", labels=(_MODEL,)
-        ),
-    }
-    for name, (text, _field) in _CORE_COUNTERS.items():
-        families[name] = CounterMetricFamily(name.removesuffix("_total"), text, labels=(_MODEL,))
-    return families
-
-
-def _add_cores(
-    families: "Mapping[str, GaugeMetricFamily | CounterMetricFamily]", model: str, cores: Sequence[Scheduler]
-) -> None:
-    num_free, num_cached = sum(core.num_free_blocks for core in cores), sum(core.num_cached_blocks for core in cores)
-    sequences, blocks = families[names.METRIC_SEQUENCES], families[names.METRIC_BLOCKS]
-    sequences.add_metric((model, "running"), sum(core.num_running for core in cores))
-    sequences.add_metric((model, "waiting"), sum(core.num_waiting for core in cores))
-    blocks.add_metric((model, "used"), sum(core.config.num_blocks for core in cores) - num_free)
-    blocks.add_metric((model, "cached"), num_cached)
-    blocks.add_metric((model, "free"), num_free - num_cached)
-    num_taken, num_slots = map(sum, zip(*(core.num_slots for core in cores), strict=True))
-    slots = families[names.METRIC_SLOTS]
-    slots.add_metric((model, "taken"), num_taken)
-    slots.add_metric((model, "empty"), max(0, num_slots - num_taken))
-    families[names.METRIC_STEPS_IN_FLIGHT].add_metric((model,), sum(core.num_in_flight for core in cores))
-    families[names.METRIC_QUEUED_TOKENS].add_metric((model,), sum(core.num_queued_tokens for core in cores))
-    for name, (_text, field) in _CORE_COUNTERS.items():
-        families[name].add_metric((model,), sum(getattr(core.stats, field) for core in cores))
+                of_models[model] = cores
+        yield ready
+        for name, (text, states) in _GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=(_MODEL,) if "" in states else (_MODEL, "state"))
+            for model, cores in of_models.items():
+                for state, value in states.items():
+                    gauge.add_metric((model, state) if state else (model,), value(cores))
+            yield gauge
+        for name, (text, field) in _COUNTERS.items():
+            counter = CounterMetricFamily(name.removesuffix("_total"), text, labels=(_MODEL,))
+            for model, cores in of_models.items():
+                counter.add_metric((model,), sum(getattr(core.stats, field) for core in cores))
+            yield counter
