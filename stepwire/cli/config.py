@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from scheduler_service.model_settings import OWN_FIELDS
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import SettingsError
-from stepwire.cli.serve_plan import at_addresses, imagined_places, scheduler_settings
+from stepwire.cli.serve_plan import at_places, imagined_places, scheduler_settings
 from stepwire.cli.settings_groups import GROUPS, SERVE, SettingsGroup
 from stepwire.cli.settings_options import Settings, settings_options, shown, stray_variables
 from stepwire.supervisor.settings import SupervisorSettings
@@ -85,9 +85,7 @@ def _check(settings: Settings) -> None:
 def _build(settings: Settings, model: type[BaseModel], fixed: Mapping[str, object]) -> BaseModel:
     if settings.group is SERVE and model is SchedulerSettings:
         # It finds ports for its workers itself.
-        return scheduler_settings(
-            settings, at_addresses(settings, [place.address for place in imagined_places(settings)])
-        )
+        return scheduler_settings(settings, at_places(settings, imagined_places(settings)))
     return settings.build(model, **fixed)
 
 

@@ -16,7 +16,7 @@ from stepwire.cli.checks.memory import check_memory, check_several, read_memory
 from stepwire.cli.checks.ports import check_port
 from stepwire.cli.checks.software import check_software, probe_torch
 from stepwire.cli.errors import EXIT_FAILURE
-from stepwire.cli.serve_plan import at_addresses, imagined_places, scheduler_settings, shares_of, worker_settings
+from stepwire.cli.serve_plan import at_places, imagined_places, scheduler_settings, shares_of, worker_settings
 from stepwire.cli.settings_groups import SERVE
 from stepwire.cli.settings_options import Settings, settings_options, stray_variables
 from stepwire.supervisor.settings import SupervisorSettings
@@ -47,7 +47,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
     places = imagined_places(settings)
     of_models = [
         {**fixed, "model": entry.raw("model") or "-"}
-        for entry, fixed in zip(entries, at_addresses(settings, [place.address for place in places]), strict=True)
+        for entry, fixed in zip(entries, at_places(settings, places), strict=True)
     ]
     scheduler = scheduler_settings(settings, of_models)
     worker = settings.build(WorkerSettings, host="127.0.0.1", port=0)

@@ -41,26 +41,20 @@ def _serve_found(settings: Settings, found: Sequence[Mapping[str, object]], star
     check_free(scheduler.host, scheduler.port)
     check_models(scheduler.all_models, workers)
     if supervisor.placement == "ray":
-        return _serve_on_ray(settings, found, supervisor, started)
+        from stepwire.cli.serve_ray import workers_on_ray
+
+        with workers_on_ray(settings, found, scheduler, workers[0], supervisor) as (scheduler, specs):
+            for spec in specs:
+                _say(f"{spec.name} at {spec.address} logs to {spec.log_path}")
+            return _supervise(Fleet(settings, scheduler, supervisor, Path(), _say), scheduler, specs, started)
     fleet = Fleet(settings, scheduler, supervisor, _log_dir(supervisor), _say)
-    specs = [spec for each in by_model(scheduler.all_models, workers) for spec in fleet.worker_specs(*each)]
+    here = [spec for each in by_model(scheduler.all_models, workers) for spec in fleet.worker_specs(*each)]
     try:
-        return _supervise(fleet, scheduler, specs, started)
+        return _supervise(fleet, scheduler, here, started)
     finally:
         if any(worker.restart_store == "auto" for worker in workers):
             # A worker that was killed left its weights for the next, and there is none.
             evict_idle(default_folder())
-
-
-def _serve_on_ray(
-    settings: Settings, found: Sequence[Mapping[str, object]], supervisor: SupervisorSettings, started: float
-) -> int:
-    from stepwire.cli.serve_ray import workers_on_ray
-
-    with workers_on_ray(settings, found) as (scheduler, specs):
-        for spec in specs:
-            _say(f"{spec.name} at {spec.address} logs to {spec.log_path}")
-        return _supervise(Fleet(settings, scheduler, supervisor, Path(), _say), scheduler, specs, started)
 
 
 def _supervise(fleet: Fleet, scheduler: SchedulerSettings, workers: Sequence[ChildSpec], started: float) -> int:

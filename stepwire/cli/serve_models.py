@@ -10,7 +10,15 @@ from typing import Any
 from scheduler_service.model_settings import ModelSettings
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import SettingsError
-from stepwire.cli.serve_plan import LOOPBACK, check_models, child_spec, num_ranks, shares_of, worker_settings
+from stepwire.cli.serve_plan import (
+    LOOPBACK,
+    check_models,
+    child_spec,
+    log_path,
+    num_ranks,
+    shares_of,
+    worker_settings,
+)
 from stepwire.cli.settings_options import Origin, Settings
 from stepwire.placement.place import Place
 from stepwire.rpc.errors import StepwireError
@@ -68,10 +76,10 @@ class Fleet:
         specs = []
         for address, worker in zip(model.workers, workers, strict=True):
             name = f"worker {self._num_workers}"
-            log_path = self._log_dir / f"worker-{self._num_workers}.{self._scheduler.port}.log"
+            path = log_path(self._log_dir, self._num_workers, self._scheduler)
             self._num_workers += 1
-            self._report(f"{name}{of} logs to {log_path}")
-            spec = child_spec(name, "worker", worker, log_path)
+            self._report(f"{name}{of} logs to {path}")
+            spec = child_spec(name, "worker", worker, path)
             specs.append(replace(spec, address=address, has_standby=self._has_standby, group=model.name))
         return specs
 

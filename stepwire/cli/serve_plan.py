@@ -69,8 +69,7 @@ def plan(
     total = sum(map(num_ranks, settings.each_model))
     if places is None:
         places = [Place(LOOPBACK, port) for port in free_ports(total, LOOPBACK)]
-    addresses = [place.address for place in places]
-    scheduler = scheduler_settings(settings, at_addresses(settings, addresses, found), cluster_key=key)
+    scheduler = scheduler_settings(settings, at_places(settings, places, found), cluster_key=key)
     chosen = {"port": scheduler.port or free_port(scheduler.host), "models": list(map(_absolute, scheduler.models))}
     scheduler = _absolute(scheduler).model_copy(update=chosen)
     workers: list[WorkerSettings] = []
@@ -86,14 +85,14 @@ def imagined_places(settings: Settings) -> list[Place]:
     return [Place(LOOPBACK, 1 + number) for number in range(sum(map(num_ranks, settings.each_model)))]
 
 
-def at_addresses(
-    settings: Settings, addresses: Iterable[str], found: Sequence[Mapping[str, object]] = ()
+def at_places(
+    settings: Settings, places: Iterable[Place], found: Sequence[Mapping[str, object]] = ()
 ) -> list[Mapping[str, object]]:
-    """What is fixed of each model: what was `found`, and its workers at the next of these addresses."""
-    left = iter(addresses)
+    """What is fixed of each model: what was `found`, and its workers at the next of these places."""
+    left = iter(places)
     fixed: list[Mapping[str, object]] = []
     for number, entry in enumerate(settings.each_model):
-        workers = [next(left) for _ in range(num_ranks(entry))]
+        workers = [next(left).address for _ in range(num_ranks(entry))]
         fixed.append({**(found[number] if found else {}), "workers": workers})
     return fixed
 
@@ -231,6 +230,11 @@ def _total_bytes(device: str) -> int | None:
     """The memory of a device, as far as that is told without its driver."""
     memory = read_memory() if device == "cpu" else None
     return None if memory is None else min(memory.total, memory.limit or memory.total)
+
+
+def log_path(folder: Path, number: int, scheduler: SchedulerSettings) -> Path:
+    """The log file of the worker of a number."""
+    return folder / f"worker-{number}.{scheduler.port}.log"
 
 
 def child_spec(name: str, command: str, values: BaseModel, log_path: Path | None = None) -> ChildSpec:

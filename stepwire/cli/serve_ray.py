@@ -8,18 +8,26 @@ from pathlib import Path
 
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import CommandError, SettingsError
-from stepwire.cli.serve_plan import child_spec, plan, settings_variables, worker_at
+from stepwire.cli.serve_plan import child_spec, log_path, plan, settings_variables, worker_at
 from stepwire.cli.settings_options import Settings
 from stepwire.placement.place import Place
 from stepwire.supervisor.child import ChildSpec
+from stepwire.supervisor.settings import SupervisorSettings
 from worker_service.settings import WorkerSettings
 
 
 @contextmanager
 def workers_on_ray(
-    settings: Settings, found: Sequence[Mapping[str, object]]
+    settings: Settings,
+    found: Sequence[Mapping[str, object]],
+    asked: SchedulerSettings,
+    worker: WorkerSettings,
+    supervisor: SupervisorSettings,
 ) -> Iterator[tuple[SchedulerSettings, Sequence[ChildSpec]]]:
     """A place for each worker, held until this is left: the scheduler's settings, and how to start the workers.
+
+    `asked`, `worker` and `supervisor` are the settings of the scheduler, of any worker and of the supervisor, before
+    there are places.
 
     Raises CommandError without Ray, SettingsError, PlacementError where the cluster has no room.
     """
@@ -29,24 +37,23 @@ def workers_on_ray(
         from stepwire.placement.ray import RayLauncher, RayWish, placed_on_ray
     except ImportError as error:
         raise CommandError(f"{error}: install Ray with `pip install 'stepwire[ray]'`") from error
-    scheduler, workers, supervisor = plan(settings, found)
     wish = RayWish(
         address=supervisor.ray_address,
         strategy=supervisor.ray_strategy,
-        num_groups=scheduler.replicas,
-        group_size=scheduler.tp * scheduler.pp,
-        resources=_resources(workers[0]),
-        timeout_s=scheduler.worker_timeout,
+        num_groups=asked.replicas,
+        group_size=asked.num_ranks,
+        resources=_resources(worker),
+        timeout_s=asked.worker_timeout,
     )
-    with placed_on_ray(wish, evicts=workers[0].restart_store == "auto") as placed:
+    with placed_on_ray(wish, evicts=worker.restart_store == "auto") as placed:
         places = [each.place for each in placed]
         scheduler = plan(settings, found, places=places)[0]
 
         def spec_at(rank: int, place: Place) -> ChildSpec:
             places[rank] = place
-            worker = worker_at(settings, scheduler, scheduler, rank, places)
-            path = Path(supervisor.log_dir) / f"worker-{rank}.{scheduler.port}.log"
-            spec = child_spec(f"worker {rank}", "worker", worker, path)
+            values = worker_at(settings, scheduler, scheduler, rank, places)
+            path = log_path(Path(supervisor.log_dir), rank, scheduler)
+            spec = child_spec(f"worker {rank}", "worker", values, path)
             return replace(spec, address=place.address, environment=_secrets(spec))
 
         yield (
