@@ -42,7 +42,7 @@ def workers_on_ray(
         strategy=supervisor.ray_strategy,
         num_groups=asked.replicas,
         group_size=asked.num_ranks,
-        resources=_resources(worker),
+        resources=resources_of(str(settings.raw("device")), worker.threads),
         timeout_s=asked.worker_timeout,
     )
     with placed_on_ray(wish, evicts=worker.restart_store == "auto") as placed:
@@ -68,13 +68,13 @@ def workers_on_ray(
         )
 
 
-def _resources(worker: WorkerSettings) -> dict[str, float]:
-    """What a worker takes of its node. Raises SettingsError."""
-    if worker.device == "cuda":
+def resources_of(device: str, threads: int | None) -> dict[str, float]:
+    """What a worker takes of its node, by the settings as they were given. Raises SettingsError."""
+    if device == "cuda":
         return {"CPU": 1, "GPU": 1}
-    if worker.device.startswith("cuda:"):
-        raise SettingsError(f"device is {worker.device}, and Ray chooses each worker's GPU: set --device cuda")
-    return {"CPU": worker.threads or 1}
+    if device.startswith("cuda:"):
+        raise SettingsError(f"device is {device}, and Ray chooses each worker's GPU: set --device cuda")
+    return {"CPU": threads or 1}
 
 
 def _secrets(spec: ChildSpec) -> dict[str, str]:
