@@ -178,6 +178,10 @@ class StepLoop:
         """All that live here, in the order in which they came."""
         return list(self._live.values())
 
+    def holds(self, live: LiveRequest) -> bool:
+        """Whether this very request lives here."""
+        return self._live.get(live.request.request_id) is live
+
     def has(self, request_id: str) -> bool:
         """Whether a request of this id lives here."""
         return request_id in self._live

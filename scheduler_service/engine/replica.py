@@ -153,7 +153,7 @@ class Replica:
         form go when the other's workers have its grammar.
         """
         await self.loop.settle()
-        leaving = self._leaving(target, limit)
+        leaving = [live for live in self.loop.live_requests() if self._may_leave(live, target, limit)]
         self._give(target, [live for live in leaving if live.grammar is None])
         moves = (self._move_with(live.grammar, live, target, limit) for live in leaving if live.grammar is not None)
         await asyncio.gather(*moves)
@@ -168,20 +168,16 @@ class Replica:
             return
         try:
             await self.loop.settle()
-            if live in self._leaving(target, limit):
+            if self._may_leave(live, target, limit):
                 live.grammar, hold = hold, held
                 self._give(target, [live])
         finally:
             hold.release()
 
-    def _leaving(self, target: "Replica", limit: int | None) -> list[LiveRequest]:
-        if not target.takes_requests:
-            return []
-        return [
-            live
-            for live in self.loop.live_requests()
-            if (limit is None or live.num_moves < limit) and self.loop.can_move(live) and target.loop.can_adopt(live)
-        ]
+    def _may_leave(self, live: LiveRequest, target: "Replica", limit: int | None) -> bool:
+        """Whether a request lives here, and may go on there."""
+        is_movable = target.takes_requests and (limit is None or live.num_moves < limit)
+        return is_movable and self.loop.holds(live) and self.loop.can_move(live) and target.loop.can_adopt(live)
 
     def _give(self, target: "Replica", leaving: Sequence[LiveRequest]) -> None:
         for live, withdrawn in zip(leaving, self.loop.withdraw(leaving), strict=True):
