@@ -3,10 +3,6 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
-from loader.checkpoint import Checkpoint
-from loader.quantised.roundings import Rounding
 from worker_service.kernels.native import Pool
 from worker_service.models.native import computes
 from worker_service.runtime.device import usable_cores
@@ -31,55 +27,11 @@ class ModelSettings(AdapterSettings, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Workshop:
-    """What engines are made with: `pool` runs the compiled kernels, where there are any."""
-
-    settings: ModelSettings
-    group: RankGroup
-    store: RestartStore | None
-    pool: Pool | None
-
-    def load(self, job: LoadJob, phases: LoadPhases, source: LoadSource) -> "LoadedModel":
-        """Reads the weights of a job, or maps them from the store. Raises RuntimeFailure, LoadCancelled."""
-        try:
-            engine = self._make_engine(job)
-        except ValueError as error:
-            raise RuntimeFailure("unsupported", f"the model cannot be split over these ranks: {error}") from error
-        with explains_out_of_memory(job.device, f"the weights of {job.checkpoint.path}", "use a smaller model"):
-            held = load_into(engine, job, self.store, phases)
-        adapters = ModelAdapters(self.settings, job, engine)
-        grammars = GrammarStore.of_checkpoint(job.checkpoint, num_threads=_num_mask_threads())
-        return LoadedModel(
-            job.checkpoint,
-            engine,
-            job.dtype,
-            job.rounding,
-            job.stored,
-            held.weight_bytes,
-            held.mapped_bytes,
-            adapters,
-            grammars,
-            source,
-        )
-
-    def _make_engine(self, job: LoadJob) -> Engine:
-        """The compiled kernels where they compute the model, else plain torch. Raises as TorchEngine does."""
-        config = job.checkpoint.config
-        if self.pool is not None and computes(config, job.place, job.dtype, job.rounding, job.stored):
-            return NativeEngine(config, job.dtype, self.pool, job.place, self.group, stored=job.stored)
-        records = self.settings.cuda_graphs
-        return TorchEngine(config, job.place, job.dtype, job.device, self.group, stored=job.stored, records=records)
-
-
-@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model with its weights."""
 
-    checkpoint: Checkpoint
+    job: LoadJob
     engine: Engine
-    dtype: torch.dtype
-    rounding: Rounding | None
-    stored: torch.dtype | None
     weight_bytes: int
     mapped_bytes: int
     adapters: ModelAdapters
@@ -88,12 +40,12 @@ class LoadedModel:
 
     def summary(self, *, already_loaded: bool, phases: LoadPhases) -> LoadSummary:
         """What there is to tell of the load, whose phases it ends."""
-        config, ended = self.checkpoint.config, phases.finish()
+        config, ended = self.job.checkpoint.config, phases.finish()
         return LoadSummary(
-            fingerprint=self.checkpoint.fingerprint,
+            fingerprint=self.job.checkpoint.fingerprint,
             architecture=config.architecture,
             weight_bytes=self.weight_bytes,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=str(self.job.dtype).removeprefix("torch."),
             kv_bytes_per_token=self.engine.kv_bytes_per_token,
             vocab_size=config.vocab_size,
             max_position_count=config.max_position_count,
@@ -104,6 +56,40 @@ class LoadedModel:
             num_adapter_slots=self.adapters.num_slots,
             begin_unix_ns=phases.begin_unix_ns,
         )
+
+
+def load_model(
+    job: LoadJob,
+    phases: LoadPhases,
+    source: LoadSource,
+    *,
+    settings: ModelSettings,
+    group: RankGroup,
+    store: RestartStore | None,
+    pool: Pool | None,
+) -> LoadedModel:
+    """Reads the weights of a job, or maps them from the store; `pool` runs the compiled kernels, where there are any.
+
+    Raises RuntimeFailure, LoadCancelled.
+    """
+    try:
+        engine = _make_engine(job, settings, group, pool)
+    except ValueError as error:
+        raise RuntimeFailure("unsupported", f"the model cannot be split over these ranks: {error}") from error
+    with explains_out_of_memory(job.device, f"the weights of {job.checkpoint.path}", "use a smaller model"):
+        held = load_into(engine, job, store, phases)
+    adapters = ModelAdapters(settings, job, engine)
+    grammars = GrammarStore.of_checkpoint(job.checkpoint, num_threads=_num_mask_threads())
+    return LoadedModel(job, engine, held.weight_bytes, held.mapped_bytes, adapters, grammars, source)
+
+
+def _make_engine(job: LoadJob, settings: ModelSettings, group: RankGroup, pool: Pool | None) -> Engine:
+    """The compiled kernels where they compute the model, else plain torch. Raises as TorchEngine does."""
+    config = job.checkpoint.config
+    if pool is not None and computes(config, job.place, job.dtype, job.rounding, job.stored):
+        return NativeEngine(config, job.dtype, pool, job.place, group, stored=job.stored)
+    records = settings.cuda_graphs
+    return TorchEngine(config, job.place, job.dtype, job.device, group, stored=job.stored, records=records)
 
 
 def _num_mask_threads() -> int:

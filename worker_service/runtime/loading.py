@@ -72,6 +72,11 @@ class LoadJob:
     rounding: Rounding | None = None
     stored: torch.dtype | None = None
 
+    def makes_the_same(self, other: "LoadJob") -> bool:
+        """Whether a worker that has done this one has what the other asks for; a worker's place and device stay."""
+        mine, theirs = ((job.dtype, job.rounding, job.stored) for job in (self, other))
+        return self.checkpoint.fingerprint == other.checkpoint.fingerprint and mine == theirs
+
     @property
     def is_quantised(self) -> bool:
         """Whether most of its weights are kept quantised."""

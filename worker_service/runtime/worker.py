@@ -26,7 +26,7 @@ from worker_service.runtime.errors import RuntimeFailure
 from worker_service.runtime.executor import Executor
 from worker_service.runtime.grammars import Preparation
 from worker_service.runtime.group import GroupSettings, RankGroup
-from worker_service.runtime.loaded_model import LoadedModel, Workshop
+from worker_service.runtime.loaded_model import LoadedModel, load_model
 from worker_service.runtime.loading import LoadJob, LoadPhases
 from worker_service.runtime.memory import (
     MemoryBudget,
@@ -187,19 +187,16 @@ class WorkerRuntime:
         chosen = choose_dtype(dtype, checkpoint.config.dtype, device)
         rounding, stored = choose_rounding(quantize), choose_kv_dtype(kv_cache_dtype)
         check_rounding(checkpoint, rounding)
-        held = self._loaded
-        if (
-            held is not None
-            and held.checkpoint.fingerprint == checkpoint.fingerprint
-            and (held.dtype, held.rounding, held.stored) == (chosen, rounding, stored)
-        ):
+        job, held = LoadJob(checkpoint, self._place, chosen, device, rounding, stored), self._loaded
+        if held is not None and held.job.makes_the_same(job):
             return held.summary(already_loaded=True, phases=phases)
         limit_bytes = MemoryBudget.of(self._settings).limit_bytes(device)
         check_before_load(checkpoint, self._place, chosen, device, limit_bytes, rounding)
         self.reset(Phase.INITIALISED)
         source = LoadSource(path, dtype, quantize, kv_cache_dtype, checkpoint.fingerprint)
-        job = LoadJob(checkpoint, self._place, chosen, device, rounding, stored)
-        self._loaded = loaded = Workshop(self._settings, self.group, self._store, self._pool).load(job, phases, source)
+        self._loaded = loaded = load_model(
+            job, phases, source, settings=self._settings, group=self.group, store=self._store, pool=self._pool
+        )
         return loaded.summary(already_loaded=False, phases=phases)
 
     def determine_available_memory(self, max_step_tokens: int, max_sequences: int) -> MemoryReport:
@@ -210,7 +207,7 @@ class WorkerRuntime:
         self._check_step_size(max_step_tokens, max_sequences)
         self.reset(Phase.LOADED)
         device, loaded = self._need_device(), self._need_model()
-        longest = min(loaded.checkpoint.config.max_position_count, max_step_tokens)
+        longest = min(loaded.job.checkpoint.config.max_position_count, max_step_tokens)
         lengths = largest_lengths(max_step_tokens, max_sequences, longest)
 
         driver_bytes = 0
@@ -229,7 +226,7 @@ class WorkerRuntime:
         ):
             measured = peak_bytes(device, largest_step)
         # Its prompts have no earlier context; a step that has needs this much more.
-        activation = measured + loaded.engine.context_bytes(loaded.checkpoint.config.max_position_count)
+        activation = measured + loaded.engine.context_bytes(loaded.job.checkpoint.config.max_position_count)
         budget = MemoryBudget.of(self._settings)
         activation += loaded.adapters.device_bytes + driver_bytes
         return plan_cache(device, budget, weight_bytes=loaded.weight_bytes, activation_bytes=activation)
