@@ -309,12 +309,10 @@ class WorkerRuntime:
 
     def sleep(self, level: SleepLevel) -> None:
         """Gives back the KV tensors and, as `level` says, the weights. No sequence may be known."""
-        device, asleep = self._need_device(), self._asleep
-        if asleep is None:
-            runner, executor = self._need_runner(), self._need_executor()
-            sizes = (executor.num_blocks, executor.block_size, runner.max_model_len)
-            loaded = self._need_model()
-            self._asleep = asleep = Asleep(sizes, loaded.source, loaded.grammars)
+        device = self._need_device()
+        if self._asleep is None:
+            # In a call of its own: whatever names the cache or the weights here keeps them from being given back.
+            self._asleep = self._remembered()
         self._runner = self._executor = None
         if level is SleepLevel.DROP_WEIGHTS:
             self._loaded = None
@@ -346,6 +344,12 @@ class WorkerRuntime:
             self._asleep = asleep
             raise
         self._asleep = None
+
+    def _remembered(self) -> Asleep:
+        """What to wake up to."""
+        runner, executor, loaded = self._need_runner(), self._need_executor(), self._need_model()
+        sizes = (executor.num_blocks, executor.block_size, runner.max_model_len)
+        return Asleep(sizes, loaded.source, loaded.grammars)
 
     def _load_again(self, asleep: Asleep, cancelled: Callable[[], bool]) -> None:
         source = asleep.source
