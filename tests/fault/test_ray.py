@@ -131,5 +131,5 @@ async def test_a_rank_whose_node_is_lost_goes_on_at_another(model: Path, tmp_pat
             await until(lambda: spare in workers(cluster), 90)
             await finished(streams, within_s=120)
             assert_whole(streams, expected)
-        assert "worker_moved" in server.output
+        await until(lambda: "worker_moved" in server.output, 90)
         assert server.model().state is ModelState.READY
