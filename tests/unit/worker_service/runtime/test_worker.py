@@ -22,6 +22,10 @@ from worker_service.runtime.worker import WorkerRuntime
 
 CACHE = Path(os.environ.get("STEPWIRE_CACHE", "~/.cache/stepwire")).expanduser()
 DEMO = CACHE / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+CHAT = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+)
 
 
 def ignore(*_: object) -> None:
@@ -187,3 +191,19 @@ def test_the_demo_model_knows_the_capital_of_france() -> None:
     prompt = tokenizer.encode("The capital of France is", add_special_tokens=False).ids
     output = runtime.execute(first_step(prompt))
     assert tokenizer.decode(output.token_ids) == " Paris"
+
+
+@pytest.mark.skipif(not DEMO.exists(), reason="the demo model is not in the cache")
+@pytest.mark.parametrize("native", [False, True])
+def test_the_demo_model_chats_in_bfloat16(*, native: bool) -> None:
+    runtime = WorkerRuntime(Settings(threads=2, kv_cache_bytes=2**24, native_kernels=native))
+    runtime.init_device(RankPlace())
+    runtime.load_model(DEMO, "bfloat16", ignore, never)
+    runtime.initialize_cache(16, 16, 128)
+    tokenizer: Tokenizer = load_tokenizer(open_checkpoint(DEMO)).tokenizer
+    prompt = tokenizer.encode(CHAT, add_special_tokens=False).ids
+    token_ids = list(runtime.execute(first_step(prompt, range(8))).token_ids)
+    for number in range(2, 9):
+        step = StepInput(number, [], [1], [1], [len(prompt) + len(token_ids) - 1], [0], [], [], [])
+        token_ids += runtime.execute(step).token_ids
+    assert tokenizer.decode(token_ids).startswith("The capital of France is Paris.")
