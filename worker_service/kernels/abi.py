@@ -88,6 +88,8 @@ class Batch(Structure):
         ("table_stride", c_int64),
         ("runs", _Pointer),
         ("num_runs", c_int32),
+        ("wanted", _Pointer),
+        ("num_wanted", c_int64),
     )
 
 

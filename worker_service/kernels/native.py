@@ -206,7 +206,12 @@ class Decoder:
     def run(self, hidden: torch.Tensor, batch: BatchTables, first: int = 0, last: int | None = None) -> None:
         """Layers [first, last) over `hidden` [num_tokens, hidden_size], in place, residuals included."""
         self._check_batch(batch)
-        self._forward(batch, None, hidden, range(first, self._num_layers if last is None else last), None)
+        self._forward(batch.c, None, hidden, range(first, self._num_layers if last is None else last), None)
+
+    def hidden_states(self, token_ids: torch.Tensor, batch: BatchTables, rows: torch.Tensor) -> torch.Tensor:
+        """Embedding and all layers in one call -> hidden states of `rows`, int64 [m], rising: [m, hidden_size]."""
+        hidden = self._run_whole(token_ids, batch, rows, None)
+        return hidden if len(hidden) == len(rows) else hidden.index_select(0, rows)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Final norm and head of `rows`, int64 [m], of hidden -> float32 [m, vocab_size]."""
@@ -223,27 +228,25 @@ class Decoder:
 
     def forward(self, token_ids: torch.Tensor, batch: BatchTables, rows: torch.Tensor) -> torch.Tensor:
         """Embedding, all layers, and logits of `rows`, float32 [m, vocab_size], in one call."""
-        self._check_batch(batch)
         logits = torch.empty(len(rows), self._spec.vocab_size)
         head = self._head(rows, batch.num_tokens, logits=logits) if len(rows) else None
-        self._forward(batch, token_ids, self._empty(batch.num_tokens), range(self._num_layers), head)
+        self._run_whole(token_ids, batch, rows, head)
         return logits
 
     def forward_greedy(
         self, token_ids: torch.Tensor, batch: BatchTables, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `forward`, with what `greedy` answers."""
-        self._check_batch(batch)
         best, finite = self._greedy_outputs(len(rows))
         head = self._head(rows, batch.num_tokens, token_ids=best, finite=finite) if len(rows) else None
-        self._forward(batch, token_ids, self._empty(batch.num_tokens), range(self._num_layers), head)
+        self._run_whole(token_ids, batch, rows, head)
         return best, finite
 
     def attention_half(self, layer: int, hidden: torch.Tensor, batch: BatchTables) -> torch.Tensor:
         """The attention branch of one layer, neither normalised after nor joined: this rank's partial sum."""
         self._check_batch(batch)
         self._check_hidden(hidden, batch.num_tokens)
-        partial = torch.empty_like(hidden)
+        partial = torch.empty_like(hidden, dtype=self._spec.dtype)
         self._pool.library.sw_attention_half(
             self._handle, batch.c, self._layer(layer), address(hidden), address(partial)
         )
@@ -253,21 +256,40 @@ class Decoder:
         """The other branch; likewise."""
         self._check_batch(batch)
         self._check_hidden(hidden, batch.num_tokens)
-        partial = torch.empty_like(hidden)
+        partial = torch.empty_like(hidden, dtype=self._spec.dtype)
         self._pool.library.sw_mlp_half(self._handle, batch.c, self._layer(layer), address(hidden), address(partial))
         return partial
 
     def add_branch(self, layer: int, half: Half, hidden: torch.Tensor, branch: torch.Tensor) -> None:
         """Joins a branch, summed over the ranks, to `hidden`, in place, after its post norm if it has one."""
         self._check_hidden(hidden, len(hidden))
-        self._check_hidden(branch, len(hidden))
+        check_tensor("branch", branch, self._spec.dtype, (len(hidden), self._spec.hidden_size))
         self._pool.library.sw_add_branch(
             self._handle, self._layer(layer), int(half == "mlp"), len(hidden), address(hidden), address(branch)
         )
 
+    def _run_whole(
+        self, token_ids: torch.Tensor, batch: BatchTables, rows: torch.Tensor, head: abi.Head | None
+    ) -> torch.Tensor:
+        """Embedding, all layers and the head, if any, of `rows`. Answers the hidden states of all tokens; where rows
+        are fewer, and it can, those of `rows` alone: the last layer is computed for them only.
+        """
+        self._check_batch(batch)
+        hidden, c_batch = self._empty(batch.num_tokens), batch.c
+        only_rows = len(rows) < batch.num_tokens and not batch.runs and bool((rows[1:] > rows[:-1]).all())
+        if only_rows:
+            self._check_rows(rows, batch.num_tokens)
+            c_batch = abi.Batch.from_buffer_copy(c_batch)
+            # Of no rows there is no address, and without one all are wanted.
+            c_batch.wanted, c_batch.num_wanted = address(rows if len(rows) else rows.new_zeros(1)), len(rows)
+            if head is not None:
+                head.rows = None
+        self._forward(c_batch, token_ids, hidden, range(self._num_layers), head)
+        return hidden[: len(rows)] if only_rows else hidden
+
     def _forward(
         self,
-        batch: BatchTables | None,
+        batch: abi.Batch | None,
         token_ids: torch.Tensor | None,
         hidden: torch.Tensor,
         layers: range,
@@ -280,9 +302,10 @@ class Decoder:
             check_tensor("token_ids", token_ids, torch.int64, (len(hidden),))
             if self._spec.embedding is None:
                 raise ValueError("this decoder has no embedding")
-        c_batch = abi.Batch(num_tokens=len(hidden) if token_ids is not None else 0) if batch is None else batch.c
+        if batch is None:
+            batch = abi.Batch(num_tokens=len(hidden) if token_ids is not None else 0)
         self._pool.library.sw_forward(
-            self._handle, c_batch, address(token_ids), address(hidden), layers.start, layers.stop, head
+            self._handle, batch, address(token_ids), address(hidden), layers.start, layers.stop, head
         )
 
     def _head(
@@ -294,18 +317,16 @@ class Decoder:
         token_ids: torch.Tensor | None = None,
         finite: torch.Tensor | None = None,
     ) -> abi.Head:
-        check_tensor("rows", rows, torch.int64, (len(rows),))
+        self._check_rows(rows, num_tokens)
         if self._spec.head is None:
             raise ValueError("this decoder has no head")
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
-            raise ValueError(f"rows must lie below {num_tokens}")
         return abi.Head(address(rows), len(rows), address(logits), address(token_ids), address(finite))
 
     def _greedy_outputs(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.bool)
 
     def _empty(self, num_tokens: int) -> torch.Tensor:
-        return torch.empty(num_tokens, self._spec.hidden_size, dtype=self._spec.dtype)
+        return torch.empty(num_tokens, self._spec.hidden_size)
 
     @property
     def _num_layers(self) -> int:
@@ -316,10 +337,15 @@ class Decoder:
             raise ValueError(f"there is no layer {layer}: the decoder has {self._num_layers}")
         return layer
 
+    def _check_rows(self, rows: torch.Tensor, num_tokens: int) -> None:
+        check_tensor("rows", rows, torch.int64, (len(rows),))
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
+            raise ValueError(f"rows must lie below {num_tokens}")
+
     def _check_hidden(self, hidden: torch.Tensor, num_tokens: int) -> None:
         if self._handle is None or self._pool.handle is None:
             raise ValueError("the decoder or its pool is closed")
-        check_tensor("hidden", hidden, self._spec.dtype, (num_tokens, self._spec.hidden_size))
+        check_tensor("hidden", hidden, torch.float32, (num_tokens, self._spec.hidden_size))
 
     def _check_batch(self, batch: BatchTables) -> None:
         for run in batch.runs:

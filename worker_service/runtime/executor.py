@@ -84,8 +84,8 @@ class Executor(Protocol):
         """[rows, hidden_size] -> [rows, vocab_size]."""
         ...
 
-    def greedy(self, hidden: torch.Tensor) -> tuple[IntArray, BoolArray]:
-        """The likeliest token of each row of hidden states, and whether its logit is finite."""
+    def greedy(self, batch: StepBatch) -> tuple[IntArray, BoolArray]:
+        """As `forward`: the likeliest token after each of those rows, and whether its logits are finite."""
         ...
 
 
@@ -179,9 +179,9 @@ class TorchExecutor:
         with part("head"):
             return self._model.logits(hidden)
 
-    def greedy(self, hidden: torch.Tensor) -> tuple[IntArray, BoolArray]:
+    def greedy(self, batch: StepBatch) -> tuple[IntArray, BoolArray]:
         """See Executor."""
-        peaks, token_ids = self.logits(hidden).max(-1)
+        peaks, token_ids = self.logits(self.forward(batch)).max(-1)
         return token_ids.cpu().numpy(), torch.isfinite(peaks).cpu().numpy()
 
     def _attention(self, batch: StepBatch) -> Attention:

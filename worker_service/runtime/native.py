@@ -14,6 +14,7 @@ from worker_service.kernels.layout import LANES, KvLayout
 from worker_service.kernels.quantised_layout import QuantisedProduct
 from worker_service.kernels.spec import DecoderSpec, Product
 from worker_service.models.native import LAYOUT, decoder_spec, pack_adapter, pack_weights, part_of
+from worker_service.profiled import is_profiling
 from worker_service.runtime.adapters import PackedAdapter
 from worker_service.runtime.batch import StepBatch
 from worker_service.runtime.errors import RuntimeFailure
@@ -150,21 +151,33 @@ class NativeExecutor:
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """See Executor."""
-        tables = batch_tables(batch)
-        with timed_part(self._decoder, "embed"):
-            hidden = self._decoder.embed(torch.from_numpy(batch.token_ids))
-        run_layers(self._decoder, hidden, tables, self._num_layers)
-        if len(batch.hidden_tokens) < len(hidden):
-            hidden = hidden.index_select(0, torch.from_numpy(batch.hidden_tokens))
-        return hidden
+        if is_profiling():
+            return self._by_layer(batch)
+        return self._decoder.hidden_states(*_inputs(batch))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Executor."""
         with timed_part(self._decoder, "head"):
             return self._decoder.logits(hidden, torch.arange(len(hidden)))
 
-    def greedy(self, hidden: torch.Tensor) -> tuple[IntArray, BoolArray]:
+    def greedy(self, batch: StepBatch) -> tuple[IntArray, BoolArray]:
         """See Executor."""
-        with timed_part(self._decoder, "head"):
-            token_ids, finite = self._decoder.greedy(hidden, torch.arange(len(hidden)))
+        if is_profiling():
+            hidden = self._by_layer(batch)
+            with timed_part(self._decoder, "head"):
+                token_ids, finite = self._decoder.greedy(hidden, torch.arange(len(hidden)))
+        else:
+            token_ids, finite = self._decoder.forward_greedy(*_inputs(batch))
         return token_ids.numpy(), finite.numpy()
+
+    def _by_layer(self, batch: StepBatch) -> torch.Tensor:
+        token_ids, tables, wanted = _inputs(batch)
+        with timed_part(self._decoder, "embed"):
+            hidden = self._decoder.embed(token_ids)
+        run_layers(self._decoder, hidden, tables, self._num_layers)
+        return hidden if len(wanted) == len(hidden) else hidden.index_select(0, wanted)
+
+
+def _inputs(batch: StepBatch) -> tuple[torch.Tensor, native.BatchTables, torch.Tensor]:
+    """Token ids, tables and wanted rows of a batch, as the kernels take them."""
+    return torch.from_numpy(batch.token_ids), batch_tables(batch), torch.from_numpy(batch.hidden_tokens)

@@ -91,13 +91,14 @@ class NativeGroupExecutor:
         if place.is_first_stage:
             hidden = self._embed(torch.from_numpy(batch.token_ids))
         else:
-            hidden = self.group.receive_hidden(len(batch.token_ids), self._hidden_size, self._dtype)
+            hidden = self.group.receive_hidden(len(batch.token_ids), self._hidden_size, self._dtype).float()
         if self._is_split:
             self._run_halves(hidden, tables)
         else:
             run_layers(self._decoder, hidden, tables, self._num_layers)
         if not place.is_last_stage:
-            self.group.send_hidden(hidden)
+            # As a stage without compiled kernels has them.
+            self.group.send_hidden(hidden.to(self._dtype))
         elif len(batch.hidden_tokens) < len(hidden):
             hidden = hidden.index_select(0, torch.from_numpy(batch.hidden_tokens))
         return hidden
@@ -114,8 +115,9 @@ class NativeGroupExecutor:
         padded = functional.pad(local, (0, width - len(vocabulary)))
         return self.group.all_gather(padded)[:, : vocabulary.size].contiguous()
 
-    def greedy(self, hidden: torch.Tensor) -> tuple[IntArray, BoolArray]:
+    def greedy(self, batch: StepBatch) -> tuple[IntArray, BoolArray]:
         """See Executor. Ranks exchange the likeliest of their own token ids, not all logits."""
+        hidden = self.forward(batch)
         rows = torch.arange(len(hidden))
         with timed_part(self._decoder, "head"):
             if not self._is_split:

@@ -163,28 +163,29 @@ class ModelRunner:
             self._shared.begin(batch)
         # Computed beside the forward pass.
         pending = self._masks.begin(batch.rows[batch.sampled], table) if self._masks.are_used else None
-        if table.scored and (prompts := scored_parts(batch, table)):
+        prompts = scored_parts(batch, table) if table.scored else ()
+        if prompts:
             batch, hidden = self._score_prompts(batch, prompts, output)
-        else:
-            hidden = self._executor.forward(batch)
         rows = batch.rows[batch.sampled]
         num_outputs = table.num_tokens[rows] - table.prompt_token_count[rows]
         if batch.offsets is not None:
             num_outputs += batch.offsets
-        if not len(rows):
-            output.forward_ns = time.perf_counter_ns() - begin
-        elif pending is None and self._sampler.is_greedy(rows, num_outputs, table.sampling):
+        is_greedy = pending is None and self._sampler.is_greedy(rows, num_outputs, table.sampling)
+        if len(rows) and is_greedy and not prompts:
             # The executor has a shorter way to the likeliest token than through all logits.
-            token_ids, finite = self._executor.greedy(hidden)
+            token_ids, finite = self._executor.greedy(batch)
             output.forward_ns = time.perf_counter_ns() - begin
             self._record(batch, Sampled(token_ids, ~finite), output)
         else:
-            logits = self._executor.logits(hidden)
+            if not prompts:
+                hidden = self._executor.forward(batch)
+            logits = self._executor.logits(hidden) if len(rows) else None
             output.forward_ns = time.perf_counter_ns() - begin
-            drafted = drafted_before(batch, table)
-            masks = None if pending is None else pending.wait(rows)
-            sampled = self._sampler.sample(logits, rows, num_outputs, table.sampling, drafted, masks)
-            self._record(batch, sampled, output)
+            if logits is not None:
+                drafted = drafted_before(batch, table)
+                masks = None if pending is None else pending.wait(rows)
+                sampled = self._sampler.sample(logits, rows, num_outputs, table.sampling, drafted, masks)
+                self._record(batch, sampled, output)
         if self._shared is not None:
             self._shared.publish()
         output.sample_ns = time.perf_counter_ns() - begin - output.forward_ns

@@ -66,20 +66,20 @@ void sw_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); 
 
 void sw_decoder_time(void* decoder, int64_t* sums) { decoder_of(decoder).time(sums); }
 
-bool sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, void* hidden, int32_t first,
+bool sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, float* hidden, int32_t first,
                 int32_t last, const SwHead* head) {
   return done([&] { decoder_of(decoder).forward(*batch, token_ids, hidden, first, last, head); });
 }
 
-bool sw_attention_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial) {
+bool sw_attention_half(void* decoder, const SwBatch* batch, int32_t layer, const float* hidden, void* partial) {
   return done([&] { decoder_of(decoder).attention_half(*batch, layer, hidden, partial); });
 }
 
-bool sw_mlp_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial) {
+bool sw_mlp_half(void* decoder, const SwBatch* batch, int32_t layer, const float* hidden, void* partial) {
   return done([&] { decoder_of(decoder).mlp_half(*batch, layer, hidden, partial); });
 }
 
-bool sw_add_branch(void* decoder, int32_t layer, int32_t is_mlp, int32_t num_tokens, void* hidden,
+bool sw_add_branch(void* decoder, int32_t layer, int32_t is_mlp, int32_t num_tokens, float* hidden,
                    const void* partial) {
   return done([&] { decoder_of(decoder).add_branch(layer, is_mlp != 0, num_tokens, hidden, partial); });
 }

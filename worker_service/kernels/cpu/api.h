@@ -89,11 +89,15 @@ struct SwBatch {
   int64_t table_stride;
   const SwRun* runs;  // [num_runs], which do not overlap; other tokens have no adapter
   int32_t num_runs;
+  // Rows of hidden that are wanted after the last layer of a call, in rising order: they are left in its first
+  // `num_wanted` rows, and nothing is of use in the others. Null for all, where they are; null when there are runs.
+  const int64_t* wanted;
+  int64_t num_wanted;
 };
 
 // What to do with chosen rows: logits, or the largest one's index; null what is not wanted.
 struct SwHead {
-  const int64_t* rows;  // [num_rows] of hidden
+  const int64_t* rows;  // [num_rows] of hidden; null for the first ones
   int64_t num_rows;
   float* logits;        // [num_rows, vocab_size]
   int64_t* token_ids;   // [num_rows]
@@ -126,13 +130,14 @@ void sw_decoder_destroy(void* decoder);
 // From now on each call adds the nanoseconds of its operators to sums[SW_NUM_OPERATORS]; null ends that.
 void sw_decoder_time(void* decoder, int64_t* sums);
 
-// Token ids, layers [first, last) and head in one call; ids, or the head, may be null to leave them out.
-bool sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, void* hidden, int32_t first,
+// Token ids, layers [first, last) and head in one call; ids, or the head, may be null to leave them out. Hidden states
+// [tokens, hidden_size] are float32 whatever the weights are, so that what many layers add to them is not lost.
+bool sw_forward(void* decoder, const SwBatch* batch, const int64_t* token_ids, float* hidden, int32_t first,
                 int32_t last, const SwHead* head);
 
 // One branch of a layer without its residual, into `partial` [tokens, hidden_size], and its joining.
-bool sw_attention_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial);
-bool sw_mlp_half(void* decoder, const SwBatch* batch, int32_t layer, const void* hidden, void* partial);
-bool sw_add_branch(void* decoder, int32_t layer, int32_t is_mlp, int32_t num_tokens, void* hidden,
+bool sw_attention_half(void* decoder, const SwBatch* batch, int32_t layer, const float* hidden, void* partial);
+bool sw_mlp_half(void* decoder, const SwBatch* batch, int32_t layer, const float* hidden, void* partial);
+bool sw_add_branch(void* decoder, int32_t layer, int32_t is_mlp, int32_t num_tokens, float* hidden,
                    const void* partial);
 }

@@ -24,9 +24,10 @@ struct AttentionRule {
   float scale, softcap;
 };
 
-// Tokens [first, first + count) of the packed batch, all of one sequence, the first at `position`.
+// Tokens [first, first + count) of the packed batch, all of one sequence, the first at `position`; what they attend to
+// is left from row `to` on.
 struct Span {
-  int sequence, first, count, position;
+  int sequence, first, count, position, to;
 };
 
 inline int first_seen(const AttentionRule& rule, const Span& span) {
@@ -107,7 +108,7 @@ struct OpenedGroup {
 // What one thread needs to attend; allocated once.
 template <class T>
 struct AttentionScratch {
-  std::vector<float> scores, out, highest;
+  std::vector<float> scores, out, level;
   std::vector<T> queries, weights;
   std::vector<Floats, std::allocator<Floats>> total;
   OpenedGroup<T> opened;
@@ -118,16 +119,19 @@ struct AttentionScratch {
     weights.resize((size_t)rows * kGroup);
     out.resize((size_t)rows * head_dim);
     queries.resize((size_t)rows * head_dim);
-    highest.resize(rows);
+    level.resize(rows);
     total.resize(rows);
   }
 };
 
-// Scores [kGroup] of one row become weights, of which those in [low, high) count; the row's maximum,
-// total and output are brought to the same scale. `scales`, of a rounded cache, may be null.
+// How far above what a row's weights are relative to, in powers of two, scores may lie before that is raised.
+constexpr float kSlack = 8;
+
+// Scores [kGroup] of one row become weights, of which those in [low, high) count, relative to `level`, about the row's
+// maximum; total and output are brought to the same scale where that changes. `scales`, of a rounded cache, may be null.
 template <class T>
 __attribute__((noinline)) void update_row(const float* scores, int low, int high, const AttentionRule& rule,
-                                          const OpenedGroup<T>* scales, float& highest, Floats& total, float* out,
+                                          const OpenedGroup<T>* scales, float& level, Floats& total, float* out,
                                           T* weights) {
   if (low >= kGroup || high <= 0) {
     memset(static_cast<void*>(weights), 0, sizeof(T) * kGroup);
@@ -137,27 +141,27 @@ __attribute__((noinline)) void update_row(const float* scores, int low, int high
   const bool whole = low <= 0 && high >= kGroup;
   const float first = low, end = high;
   // Powers of two are the cheaper ones.
-  const float scale = rule.softcap > 0 ? rule.scale : rule.scale * kLog2E;
+  const float scale = rule.softcap > 0 ? kLog2E : rule.scale * kLog2E;
   Floats score[4], top = splat(-1e30f);
   for (int v = 0; v < 4; ++v) {
-    score[v] = load(scores + v * kLanes) * scale;
+    score[v] = load(scores + v * kLanes);
     if (scales) score[v] *= load(scales->key_scales + v * kLanes);
-    if (rule.softcap > 0) score[v] = cap(score[v], rule.softcap) * kLog2E;
+    if (rule.softcap > 0) score[v] = cap(score[v] * rule.scale, rule.softcap);
     if (!whole) {
       Floats place = lanes + (float)(v * kLanes);
       score[v] = ((place >= first) & (place < end)) ? score[v] : splat(-1e30f);
     }
     top = max(top, score[v]);
   }
-  const float before = highest, now = std::fmax(before, max_lanes(top));
-  highest = now;
-  if (now != before) {
-    const Floats factor = exp2(splat(before - now));
+  if (any_above(top * scale, level + kSlack)) {
+    const float now = max_lanes(top) * scale;
+    const Floats factor = exp2(splat(level - now));
+    level = now;
     total *= factor;
     for (int d = 0; d < rule.head_dim; d += kLanes) store(out + d, load(out + d) * factor);
   }
   for (int v = 0; v < 4; ++v) {
-    Floats weight = exp2(score[v] - now);
+    Floats weight = exp2(fma(score[v], splat(scale), splat(-level)));
     if (!whole) {
       Floats place = lanes + (float)(v * kLanes);
       weight = ((place >= first) & (place < end)) ? weight : Floats{};
@@ -229,7 +233,7 @@ void attend_group(const AttentionRule& rule, const Span& span, int start, const 
   for (int row = 0; row < rows; ++row) {
     const int position = span.position + row / share;
     const int low = rule.window > 0 ? position - rule.window + 1 - start : 0;
-    update_row(&scratch.scores[row * kGroup], low, position + 1 - start, rule, scales, scratch.highest[row],
+    update_row(&scratch.scores[row * kGroup], low, position + 1 - start, rule, scales, scratch.level[row],
                scratch.total[row], &scratch.out[(size_t)row * head_dim], &scratch.weights[row * kGroup]);
   }
   int dim = 0;
@@ -248,7 +252,7 @@ void attend(const AttentionRule& rule, const Span& span, const HeadCache<T, E>& 
   const int share = rule.num_heads / rule.num_kv_heads, rows = span.count * share, head_dim = rule.head_dim;
   const int begin = first_seen(rule, span), end = span.position + span.count;
   std::fill_n(scratch.out.begin(), (size_t)rows * head_dim, 0.0f);
-  std::fill_n(scratch.highest.begin(), rows, -1e30f);
+  std::fill_n(scratch.level.begin(), rows, -1e30f);
   std::fill_n(scratch.total.begin(), rows, Floats{});
   Group<E> group(cache, begin / kGroup * kGroup, begin, end);
   for (int start = begin / kGroup * kGroup; start < end; start += kGroup) {

@@ -1,4 +1,4 @@
-// The largest of a row's logits, without storing them.
+// The largest of a row's logits, found panel by panel.
 #pragma once
 
 #include <cmath>
@@ -7,31 +7,41 @@
 
 namespace stepwire {
 
-// A thread's largest logit of a row so far, and a value that is not 0 once one was not finite.
 struct Best {
   float value = -INFINITY;
   int32_t token_id = 0;
-  float infinite = 0;
-};
+  Floats infinite = {};  // a value that is not 0 once a logit was not finite
 
-// A thread's panels come in rising order, so that of equal logits the first one stays.
-inline void find_best(Best& best, int column, int vocab, Floats low, Floats high) {
-  if (column + kPanel > vocab) {
-    const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const float left = vocab - column;
-    low = lanes < left ? low : splat(-INFINITY);
-    high = lanes + (float)kLanes < left ? high : splat(-INFINITY);
-    // Columns that do not exist are no infinite logits.
-    best.infinite += sum_lanes(lanes < left ? low - low : Floats{}) +
-                     sum_lanes(lanes + (float)kLanes < left ? high - high : Floats{});
-  } else {
-    best.infinite += sum_lanes((low - low) + (high - high));
+  // Takes one panel of a row of `vocab` logits in. Panels come in rising order, so that of equal logits the first one
+  // stays.
+  SW_INLINE void take(int panel, int vocab, Floats low, Floats high) {
+    const int column = panel * kPanel;
+    Floats not_finite = (low - low) + (high - high);
+    if (column + kPanel > vocab) {
+      // Columns that do not exist are no infinite logits.
+      const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      const float left = vocab - column;
+      const auto is_low = lanes < left, is_high = lanes + (float)kLanes < left;
+      not_finite = (is_low ? low - low : Floats{}) + (is_high ? high - high : Floats{});
+      low = is_low ? low : splat(-INFINITY);
+      high = is_high ? high : splat(-INFINITY);
+    }
+    infinite += not_finite;
+    if (!(max_lanes(max(low, high)) > value)) return;
+    for (int i = 0; i < kPanel; ++i) {
+      const float one = i < kLanes ? low[i] : high[i - kLanes];
+      if (one > value) value = one, token_id = column + i;
+    }
   }
-  if (!(max_lanes(max(low, high)) > best.value)) return;
-  for (int i = 0; i < kPanel; ++i) {
-    const float value = i < kLanes ? low[i] : high[i - kLanes];
-    if (value > best.value) best = {value, column + i, best.infinite};
+
+  // Takes what was found in other panels of the same row in.
+  void merge(const Best& other) {
+    infinite += other.infinite;
+    if (other.value > value || (other.value == value && other.token_id < token_id))
+      value = other.value, token_id = other.token_id;
   }
-}
+
+  bool is_finite() const { return sum_lanes(infinite) == 0; }
+};
 
 }  // namespace stepwire

@@ -9,6 +9,7 @@
 namespace stepwire {
 
 using Bytes = int8_t __attribute__((vector_size(16)));
+using Shorts = int16_t __attribute__((vector_size(32)));
 
 // What a span's integers are multiplied by, and their sum; of three bytes that of the last is kept apart.
 struct SpanTotal {
@@ -19,7 +20,8 @@ struct SpanTotal {
 // Rows of integers x = scale * (b0 * 256^(n-1) + ... + b(n-1)), each byte from -128 to 127.
 struct Digits {
   int num_bytes;
-  int8_t* bytes;            // [rows][num_bytes][inputs]
+  bool joined;              // two bytes as one integer of 16 bits
+  int8_t* bytes;            // [rows][num_bytes][inputs]; joined [rows][inputs] of two, of each four the third second
   SpanTotal* totals;        // [rows][spans]
   ptrdiff_t inputs, spans;  // of a row
 
@@ -77,6 +79,13 @@ SW_INLINE void store_bytes(int8_t* to, Ints values) {
   memcpy(to, &narrow, sizeof narrow);
 }
 
+// Of each four the first and third, then the others: as the products of 16 bits take them.
+SW_INLINE void store_joined(int8_t* to, Ints values) {
+  constexpr Ints kOrder = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+  const Shorts narrow = __builtin_convertvector(__builtin_shuffle(values, kOrder), Shorts);
+  memcpy(to, &narrow, sizeof narrow);
+}
+
 // The low byte, as signed, leaves `value`, which is 256 times smaller then.
 SW_INLINE Ints take_byte(Ints& value) {
   const Ints low = (value << 24) >> 24;
@@ -127,6 +136,10 @@ void take_digits(const U* x, int depth, const SwQuantised& weight, const Digits&
         left = nearest(scaled);
       }
       if (last_byte < 2) total += left;
+      if (to.joined) {
+        store_joined(bytes + 2 * at, left);
+        continue;
+      }
       for (int place = last_byte; place > 0; --place) {
         const Ints low = take_byte(left);
         if (place == 2) last_total += low, total += left;

@@ -1,6 +1,7 @@
 // y = x * W^T for a weight that was packed once: [columns / 32][k / depth][32][depth], see tile.h.
 #pragma once
 
+#include <new>
 #include <type_traits>
 
 #include "pool.h"
@@ -19,6 +20,19 @@ struct Rows {
 
 // Space between rows such that the same place of many rows does not fall into one set of the cache.
 inline ptrdiff_t padded(ptrdiff_t size) { return ((size + 31) / 32 | 1) * 32; }
+
+// Rows of working memory.
+template <class T>
+struct Buffer {
+  Buffer(int rows, int columns) : stride(padded(columns)), data(new (std::align_val_t(64)) T[rows * stride]()) {}
+  ~Buffer() { ::operator delete[](data, std::align_val_t(64)); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  Rows<T> rows() const { return {data, stride}; }
+  Rows<const T> read() const { return {data, stride}; }
+  const ptrdiff_t stride;
+  T* const data;
+};
 
 // Twelve rows and one panel need 24 accumulators; two registers of columns and one of a row remain.
 constexpr int kTileRows = 12;
@@ -48,36 +62,42 @@ __attribute__((noinline)) void multiply_panel(const T* x, ptrdiff_t stride, cons
   }
 }
 
-// For use inside of Pool::run by all threads alike, with a barrier at the end. Calls
-// done(row, panel, low, high) once for each row and panel: its sums of 16 + 16 columns.
-template <class T, class Done>
-void gemm(Pool& pool, Rows<const T> x, int num_rows, const T* weight, int depth, int num_panels, Done&& done) {
-  const int steps = depth / Product<T>::depth;
+// A phase: calls part(panel, first, count) for each panel with all rows, some at a time.
+template <class Part>
+void for_panels(Thread& thread, int num_rows, int num_panels, Part&& part) {
   const int row_blocks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  pool.split(row_blocks * num_panels, [&](int begin, int end) {
-    alignas(64) float sums[kTileRows][kPanel];
+  thread.split(row_blocks * num_panels, [&](int begin, int end) {
     for (int i = begin; i < end; ++i) {
-      const int panel = i % num_panels, block = i / num_panels;
+      const int block = i / num_panels;
       const int first = (int)((int64_t)num_rows * block / row_blocks);
-      const int count = (int)((int64_t)num_rows * (block + 1) / row_blocks) - first;
-      const T* columns = weight + (ptrdiff_t)panel * depth * kPanel;
-      int tiles = 0;
-      for_tiles<kTileRows>(count, [&](int offset, auto height) {
-        const int row = first + offset;
-        // A step reads two lines of its panel. Where a panel serves several tiles, memory can rest while
-        // the later ones are computed; so the first two fetch the next panel, a line each step.
-        const char* here = reinterpret_cast<const char*>(columns);
-        if (count <= kTileRows) {
-          multiply_panel<T, height, (height < kAheadRows ? 0 : 2)>(x[row], x.stride, columns, steps,
-                                                                   here + kAheadBytes, sums);
-        } else if (tiles++ < 2) {
-          multiply_panel<T, height, 1>(x[row], x.stride, columns, steps, here + (steps * tiles + steps) * 64, sums);
-        } else {
-          multiply_panel<T, height, 0>(x[row], x.stride, columns, steps, here, sums);
-        }
-        for (int r = 0; r < height; ++r) done(row + r, panel, load(sums[r]), load(sums[r] + kLanes));
-      });
+      part(i % num_panels, first, (int)((int64_t)num_rows * (block + 1) / row_blocks) - first);
     }
+  });
+}
+
+// A phase: calls done(row, panel, low, high) once for each row and panel: its sums of 16 + 16 columns.
+template <class T, class Done>
+void gemm(Thread& thread, Rows<const T> x, int num_rows, const T* weight, int depth, int num_panels, Done&& done) {
+  const int steps = depth / Product<T>::depth;
+  for_panels(thread, num_rows, num_panels, [&](int panel, int first, int count) {
+    alignas(64) float sums[kTileRows][kPanel];
+    const T* columns = weight + (ptrdiff_t)panel * depth * kPanel;
+    int tiles = 0;
+    for_tiles<kTileRows>(count, [&](int offset, auto height) {
+      const int row = first + offset;
+      // A step reads two lines of its panel. Where a panel serves several tiles, memory can rest while
+      // the later ones are computed; so the first two fetch the next panel, a line each step.
+      const char* here = reinterpret_cast<const char*>(columns);
+      if (count <= kTileRows) {
+        multiply_panel<T, height, (height < kAheadRows ? 0 : 2)>(x[row], x.stride, columns, steps,
+                                                                 here + kAheadBytes, sums);
+      } else if (tiles++ < 2) {
+        multiply_panel<T, height, 1>(x[row], x.stride, columns, steps, here + (steps * tiles + steps) * 64, sums);
+      } else {
+        multiply_panel<T, height, 0>(x[row], x.stride, columns, steps, here, sums);
+      }
+      for (int r = 0; r < height; ++r) done(row + r, panel, load(sums[r]), load(sums[r] + kLanes));
+    });
   });
 }
 
@@ -110,8 +130,8 @@ SW_INLINE void store_panel(U* row, int panel, int num_columns, Floats low, Float
 // The plain product, y = x * W^T + bias; x and y without space between rows.
 template <class T>
 void linear(Pool& pool, const T* x, int64_t rows, const T* weight, const float* bias, int depth, int columns, T* y) {
-  pool.run([&](Pool& all, int) {
-    gemm(all, Rows<const T>{x, depth}, (int)rows, weight, depth, panels(columns),
+  pool.run([&](Thread& thread) {
+    gemm(thread, Rows<const T>{x, depth}, (int)rows, weight, depth, panels(columns),
          [&](int row, int panel, Floats low, Floats high) {
            add_panel(bias, panel, columns, low, high);
            store_panel(y + (ptrdiff_t)row * columns, panel, columns, low, high);

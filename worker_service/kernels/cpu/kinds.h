@@ -10,12 +10,12 @@ namespace stepwire {
 class Decoder {
  public:
   virtual ~Decoder() = default;
-  virtual void forward(const SwBatch& batch, const int64_t* token_ids, void* hidden, int first, int last,
+  virtual void forward(const SwBatch& batch, const int64_t* token_ids, float* hidden, int first, int last,
                        const SwHead* head) = 0;
-  virtual void attention_half(const SwBatch& batch, int layer, const void* hidden, void* partial) = 0;
-  virtual void mlp_half(const SwBatch& batch, int layer, const void* hidden, void* partial) = 0;
+  virtual void attention_half(const SwBatch& batch, int layer, const float* hidden, void* partial) = 0;
+  virtual void mlp_half(const SwBatch& batch, int layer, const float* hidden, void* partial) = 0;
   virtual void time(int64_t* sums) = 0;
-  virtual void add_branch(int layer, bool is_mlp, int num_tokens, void* hidden, const void* partial) = 0;
+  virtual void add_branch(int layer, bool is_mlp, int num_tokens, float* hidden, const void* partial) = 0;
 };
 
 Decoder* make_decoder_bf16(Pool& pool, const SwModel& model);

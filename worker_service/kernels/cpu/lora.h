@@ -1,5 +1,5 @@
 // What adapters add to the products of a layer: scaling * (x * A^T) * B^T, for the rows that have one.
-// Methods that take a Pool are called inside of Pool::run, by all threads alike.
+// Methods that take a Thread are called inside of Pool::run, by all threads alike.
 #pragma once
 
 #include <algorithm>
@@ -140,12 +140,12 @@ class Adapters {
   }
 
   // x * A^T of a product's modules, for the chunk's rows that have an adapter; with a barrier at the end.
-  ProductDelta<T> shrink(Pool& pool, const Chunk& chunk, int layer, Module module, const ProductEnds& ends,
+  ProductDelta<T> shrink(Thread& thread, const Chunk& chunk, int layer, Module module, const ProductEnds& ends,
                          Rows<const T> x, int depth) {
     const int first = layer * kModules + module, count = ends.at[2] ? 3 : ends.at[1] ? 2 : 1;
     const int blocks = width_ / kLanes, steps = depth / Product<T>::depth;
     const ptrdiff_t stride = kMostModules * width_;
-    pool.split((int)chunk.pieces.size() * count * blocks, [&](int begin, int end) {
+    thread.split((int)chunk.pieces.size() * count * blocks, [&](int begin, int end) {
       for (int i = begin; i < end; ++i) {
         const Piece& piece = chunk.pieces[i / (count * blocks)];
         const int which = i / blocks % count, block = i % blocks;

@@ -22,9 +22,9 @@ SW_INLINE float inverse_rms(float squares, int size, float eps) { return 1.0f / 
 
 // y = x / rms(x) * weight; a null weight only copies.
 template <class T>
-inline void rms_norm(const T* x, const float* weight, int size, float eps, T* y) {
+inline void rms_norm(const float* x, const float* weight, int size, float eps, T* y) {
   if (!weight) {
-    memcpy(static_cast<void*>(y), x, sizeof(T) * size);
+    for (int i = 0; i < size; i += kLanes) store(y + i, load(x + i));
     return;
   }
   Floats scale = splat(inverse_rms(sum_squares(x, size), size, eps));
@@ -33,7 +33,7 @@ inline void rms_norm(const T* x, const float* weight, int size, float eps, T* y)
 
 // residual += branch, normalised first when a weight is given.
 template <class T>
-inline void add_branch(T* residual, const T* branch, const float* weight, int size, float eps) {
+inline void add_branch(float* residual, const T* branch, const float* weight, int size, float eps) {
   if (!weight) {
     for (int i = 0; i < size; i += kLanes) store(residual + i, load(residual + i) + load(branch + i));
     return;

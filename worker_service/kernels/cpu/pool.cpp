@@ -11,6 +11,8 @@ namespace stepwire {
 
 namespace {
 
+constexpr uint64_t kOpen = uint64_t{1} << 31, kCount = kOpen - 1;
+
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
@@ -58,35 +60,56 @@ void Pool::close() {
 void Pool::start(Entry entry, void* context) {
   entry_ = entry;
   context_ = context;
-  next_.store(0, std::memory_order_relaxed);
-  job_.fetch_add(1, std::memory_order_release);
+  first_phase_ = phase_.load(std::memory_order_relaxed);
+  const uint32_t job = job_.load(std::memory_order_relaxed) + 1;
+  inside_.store((uint64_t)job << 32 | kOpen, std::memory_order_release);
+  job_.store(job, std::memory_order_release);
   job_.notify_all();
-  entry(context, *this, 0);
-  barrier();
+  Thread thread(*this, 0, first_phase_);
+  entry(context, thread);
+  // From here on nobody enters; whoever is inside may still look at what belongs to the caller.
+  uint32_t left = left_.load(std::memory_order_acquire);
+  uint64_t inside = inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
+  for (; inside & kCount; inside = inside_.load(std::memory_order_acquire)) left = wait_change(left_, left);
 }
 
-void Pool::work(int thread) {
+void Pool::work(int number) {
   uint32_t seen = 0;
   for (;;) {
     seen = wait_change(job_, seen);
     if (closing_.load(std::memory_order_relaxed)) return;
-    entry_(context_, *this, thread);
-    barrier();
+    if (!enter(seen)) continue;
+    Thread thread(*this, number, first_phase_);
+    entry_(context_, thread);
+    leave();
   }
 }
 
-void Pool::barrier() {
-  uint32_t phase = phase_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size_) {
-    wait_change(phase_, phase);
-    return;
-  }
-  // The last to come prepares what follows and lets the others go.
-  arrived_.store(0, std::memory_order_relaxed);
-  next_.store(0, std::memory_order_relaxed);
+// False when the job is over.
+bool Pool::enter(uint32_t job) {
+  uint64_t inside = inside_.load(std::memory_order_acquire);
+  do {
+    if ((uint32_t)(inside >> 32) != job || !(inside & kOpen)) return false;
+  } while (!inside_.compare_exchange_weak(inside, inside + 1, std::memory_order_acquire));
+  return true;
+}
+
+void Pool::leave() {
+  inside_.fetch_sub(1, std::memory_order_release);
+  left_.fetch_add(1, std::memory_order_release);
+  left_.notify_all();
+}
+
+// All of a phase is done: the next one begins.
+void Pool::finish(uint32_t phase) {
+  done_.store(0, std::memory_order_relaxed);
+  next_.store((uint64_t)(phase + 1) << 32, std::memory_order_release);
   phase_.store(phase + 1, std::memory_order_release);
   phase_.notify_all();
 }
+
+// Returns also when later phases are over.
+void Pool::wait_finished(uint32_t phase) { wait_change(phase_, phase); }
 
 uint32_t Pool::wait_change(std::atomic<uint32_t>& word, uint32_t seen) {
   int64_t until = 0;

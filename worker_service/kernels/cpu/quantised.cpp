@@ -32,6 +32,22 @@ SW_INLINE Ints dot(Ints sum, Words w, Ints a) {
 #endif
 }
 
+// sum + the products of two integers of 16 bits of each lane of w with those of a.
+SW_INLINE Ints dot_joined(Ints sum, Words w, Ints a) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)a);
+#elif defined(__AVX2__)
+  __m256i parts[2][2], sums[2];
+  memcpy(parts[0], &w, 64), memcpy(parts[1], &a, 64);
+  for (int i = 0; i < 2; ++i) sums[i] = _mm256_madd_epi16(parts[0][i], parts[1][i]);
+  Ints added;
+  memcpy(&added, sums, 64);
+  return sum + added;
+#else
+  return sum + (Ints)(w & 0xffffu) * ((a << 16) >> 16) + (Ints)(w >> 16) * (a >> 16);
+#endif
+}
+
 SW_INLINE Words load_words(const uint8_t* from) {
   Words value;
   memcpy(&value, from, sizeof value);
@@ -78,7 +94,8 @@ SW_INLINE Floats to_floats(Ints value) { return __builtin_convertvector(value, F
 
 // The sums of one span's integers: of R rows by the bytes of their inputs, for two vectors of columns.
 template <int N, int R>
-struct SpanSums {
+struct ByteSums {
+  static constexpr int kRows = R, kInputBytes = 1;
   Ints sum[R][N][2];
 
   // What the zero points take away: of three bytes that of the first two is kept apart, for it would not fit.
@@ -95,8 +112,18 @@ struct SpanSums {
     }
   }
 
-  // Four inputs, at `from` of the first row's first byte.
+  // Four inputs, or eight of 4 bits, at `from` of the first row's first byte.
+  template <int Bits>
   SW_INLINE void add(const int8_t* from, ptrdiff_t inputs, const Words (&words)[2]) {
+    if constexpr (Bits == 8) {
+      add_four(from, inputs, words);
+    } else {
+      add_four(from, inputs, {words[0] & 0x0f0f0f0fu, words[1] & 0x0f0f0f0fu});
+      add_four(from + 4, inputs, {(words[0] >> 4) & 0x0f0f0f0fu, (words[1] >> 4) & 0x0f0f0f0fu});
+    }
+  }
+
+  SW_INLINE void add_four(const int8_t* from, ptrdiff_t inputs, const Words (&words)[2]) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 3
@@ -115,9 +142,42 @@ struct SpanSums {
   }
 };
 
-template <int N, int Bits, int R>
+// The same sums of inputs of two bytes as integers of 16 bits. With one accumulator each, twice the rows share what is
+// read of the weight; but its values are widened, which takes longer than to read them where rows are few.
+template <int R>
+struct JoinedSums {
+  static constexpr int kRows = R, kInputBytes = 2;
+  Ints sum[R][2];
+
+  SW_INLINE void begin(const SpanTotal* totals, ptrdiff_t spans, const Ints (&zero)[2]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) sum[r][v] = zero[v] * -totals[r * spans].total;
+  }
+
+  template <int Bits>
+  SW_INLINE void add(const int8_t* from, ptrdiff_t inputs, const Words (&words)[2]) {
+    constexpr int kShifts[4] = {0, 8, 4, 12};  // which bring a pair of values to the low bits, pair by pair
+#pragma GCC unroll 4
+    for (int pair = 0; pair < 16 / Bits; ++pair) {
+      constexpr uint32_t kValues = Bits == 8 ? 0x00ff00ffu : 0x000f000fu;
+      const Words pairs[2] = {(words[0] >> kShifts[pair]) & kValues, (words[1] >> kShifts[pair]) & kValues};
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const Ints input = splat_int(from + r * 2 * inputs + pair * 4);
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) sum[r][v] = dot_joined(sum[r][v], pairs[v], input);
+      }
+    }
+  }
+
+  SW_INLINE Floats value(int r, int v) const { return to_floats(sum[r][v]); }
+};
+
+template <class Sums, int Bits>
 void multiply_quantised(const Digits& x, int row, const SwQuantised& weight, int panel, float (*sums)[kPanel]) {
-  constexpr int kInputs = 32 / Bits;  // of two vectors
+  constexpr int R = Sums::kRows, kInputs = 32 / Bits;  // of two vectors
   constexpr ptrdiff_t kStepBytes = kPanel * 4;
   const int spans = weight.inputs / weight.span, spans_of_group = spans / weight.groups;
   const uint8_t* words = weight.words + (ptrdiff_t)panel * (weight.inputs / kInputs) * kStepBytes;
@@ -129,20 +189,13 @@ void multiply_quantised(const Digits& x, int row, const SwQuantised& weight, int
     const Ints zero[2] = {load_zeros(weight, at), load_zeros(weight, at + kLanes)};
     Floats part[R][2] = {};
     for (int span = 0; span < spans_of_group; ++span, ++totals) {
-      SpanSums<N, R> sum;
+      Sums sum;
       sum.begin(totals, x.spans, zero);
       for (int i = 0; i < weight.span; i += kInputs) {
         const Words both[2] = {load_words(words), load_words(words + 64)};
+        sum.template add<Bits>(inputs, x.inputs, both);
         words += kStepBytes;
-        if constexpr (Bits == 8) {
-          sum.add(inputs, x.inputs, both);
-        } else {
-          const Words low[2] = {both[0] & 0x0f0f0f0fu, both[1] & 0x0f0f0f0fu};
-          const Words high[2] = {(both[0] >> 4) & 0x0f0f0f0fu, (both[1] >> 4) & 0x0f0f0f0fu};
-          sum.add(inputs, x.inputs, low);
-          sum.add(inputs + 4, x.inputs, high);
-        }
-        inputs += kInputs;
+        inputs += kInputs * Sums::kInputBytes;
       }
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
@@ -160,26 +213,37 @@ void multiply_quantised(const Digits& x, int row, const SwQuantised& weight, int
     for (int v = 0; v < 2; ++v) store(sums[r] + v * kLanes, total[r][v]);
 }
 
-template <int N, int Bits, int... R>
+template <int R>
+using OneByte = ByteSums<1, R>;
+template <int R>
+using TwoBytes = ByteSums<2, R>;
+template <int R>
+using ThreeBytes = ByteSums<3, R>;
+
+template <template <int> class Sums, int Bits, int... R>
 constexpr auto tiles_of(std::integer_sequence<int, R...>) {
-  return std::array<QuantisedTile, sizeof...(R)>{multiply_quantised<N, Bits, R + 1>...};
+  return std::array<QuantisedTile, sizeof...(R)>{multiply_quantised<Sums<R + 1>, Bits>...};
 }
 
-template <int N, int Bits>
-QuantisedTile tile_of(int rows) {
-  static constexpr auto tiles = tiles_of<N, Bits>(std::make_integer_sequence<int, most_quantised_rows(N)>{});
-  return tiles[rows - 1];
-}
-
-template <int N>
+template <template <int> class Sums, int MostRows>
 QuantisedTile tile_of(int bits, int rows) {
-  return bits == 8 ? tile_of<N, 8>(rows) : tile_of<N, 4>(rows);
+  static constexpr auto of_8 = tiles_of<Sums, 8>(std::make_integer_sequence<int, MostRows>{});
+  static constexpr auto of_4 = tiles_of<Sums, 4>(std::make_integer_sequence<int, MostRows>{});
+  return (bits == 8 ? of_8 : of_4)[rows - 1];
 }
 
 }  // namespace
 
-QuantisedTile quantised_tile(int num_bytes, int bits, int rows) {
-  return num_bytes == 1 ? tile_of<1>(bits, rows) : num_bytes == 2 ? tile_of<2>(bits, rows) : tile_of<3>(bits, rows);
+QuantisedTile quantised_tile(const Digits& x, int bits, int rows) {
+  if (x.joined) return tile_of<JoinedSums, kTileRows>(bits, rows);
+  switch (x.num_bytes) {
+    case 1:
+      return tile_of<OneByte, most_quantised_rows(1)>(bits, rows);
+    case 2:
+      return tile_of<TwoBytes, most_quantised_rows(2)>(bits, rows);
+    default:
+      return tile_of<ThreeBytes, most_quantised_rows(3)>(bits, rows);
+  }
 }
 
 void unpack_row(const SwQuantised& weight, int row, float* to) {

@@ -24,34 +24,37 @@ class QuantisedInputs {
  public:
   // For products with `weights`, null ones left out, of up to `most_rows` rows.
   QuantisedInputs(int threads, int most_rows, const std::vector<const SwQuantised*>& weights)
-      : rows_(std::max(most_rows, kOwnDigitRows * threads)) {
+      : most_rows_(most_rows) {
     for (const SwQuantised* weight : weights) {
       if (!weight) continue;
       bytes_ = std::max(bytes_, (size_t)bytes_of_input<T>(*weight) * weight->inputs);
       spans_ = std::max(spans_, (size_t)(weight->inputs / weight->span));
       if (weight->order) ordered_ = std::max(ordered_, (size_t)weight->inputs);
     }
-    data_.resize(rows_ * bytes_);
-    totals_.resize(rows_ * spans_);
+    const size_t rows = most_rows + kOwnDigitRows * threads;
+    data_.resize(rows * bytes_);
+    totals_.resize(rows * spans_);
     in_order_.resize(threads * ordered_);
   }
 
   // x [count, weight.depth], which all threads see or each has for itself; for use inside of Pool::run by all of
   // them alike. What was taken before must not be in use any more.
-  Digits take(Pool& pool, int thread, Rows<const T> x, int count, const SwQuantised& weight) {
+  Digits take(Thread& thread, Rows<const T> x, int count, const SwQuantised& weight) {
     const bool own = count <= kOwnDigitRows;
-    const size_t first = own ? (size_t)thread * kOwnDigitRows : 0;
+    const size_t first = own ? most_rows_ + thread.number * kOwnDigitRows : 0;
     const int num_bytes = bytes_of_input<T>(weight), spans = weight.inputs / weight.span;
-    const Digits to{num_bytes, data_.data() + first * bytes_, totals_.data() + first * spans_, weight.inputs, spans};
+    // A few rows wait for memory, many for what is done with it: see JoinedSums.
+    const bool joined = num_bytes == 2 && !own;
+    const Digits to{num_bytes, joined, data_.data() + first * bytes_, totals_.data() + first * spans_, weight.inputs, spans};
     auto take_some = [&](int begin, int end) {
       for (int row = begin; row < end; ++row) {
         if (weight.order)
-          take_digits(put_in_order(thread, x[row], weight), weight.inputs, weight, to, row);
+          take_digits(put_in_order(thread.number, x[row], weight), weight.inputs, weight, to, row);
         else
           take_digits(x[row], weight.depth, weight, to, row);
       }
     };
-    own ? take_some(0, count) : pool.split(count, take_some);
+    own ? take_some(0, count) : thread.split(count, take_some);
     return to;
   }
 
@@ -70,7 +73,7 @@ class QuantisedInputs {
     return wide;
   }
 
-  const size_t rows_;
+  const size_t most_rows_;
   size_t bytes_ = 0, spans_ = 0, ordered_ = 0;
   std::vector<int8_t> data_;
   std::vector<SpanTotal> totals_;

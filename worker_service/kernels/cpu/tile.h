@@ -94,15 +94,21 @@ SW_INLINE void dispatch(int n, F&& f) {
   f(std::integral_constant<int, Max>{});
 }
 
-// Cuts `count` rows into tiles of nearly equal height, at most `Max`: 13 as 7 + 6, not 12 + 1.
-template <int Max, class F>
-SW_INLINE void for_tiles(int count, F&& f) {
-  int tiles = (count + Max - 1) / Max, first = 0;
-  for (int i = 0; i < tiles; ++i) {
+// Cuts `count` rows into tiles of nearly equal height, at most `most`: 13 as 7 + 6, not 12 + 1. Calls f(first, height).
+template <class F>
+SW_INLINE void cut_rows(int count, int most, F&& f) {
+  const int tiles = (count + most - 1) / most;
+  for (int i = 0, first = 0; i < tiles; ++i) {
     const int height = (count - first) / (tiles - i);
-    dispatch<Max>(height, [&](auto rows) { f(first, rows); });
+    f(first, height);
     first += height;
   }
+}
+
+// The same with the height as a constant, as dispatch gives it.
+template <int Max, class F>
+SW_INLINE void for_tiles(int count, F&& f) {
+  cut_rows(count, Max, [&](int first, int height) { dispatch<Max>(height, [&](auto rows) { f(first, rows); }); });
 }
 
 }  // namespace stepwire

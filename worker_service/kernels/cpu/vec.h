@@ -112,14 +112,27 @@ SW_INLINE float max_lanes(Floats value) {
 #endif
 }
 
-// 2^x to about two units in the last place: 2^n * 2^r with |r| <= 1/2, 2^r by its series. Beyond what
-// has a normal result it stays at the nearest that has; NaN stays NaN.
+SW_INLINE bool any_above(Floats value, float limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)value, (__m512)splat(limit), _CMP_GT_OQ) != 0;
+#else
+  return max_lanes(value) > limit;
+#endif
+}
+
+// 2^x to about two units in the last place: 2^n * 2^r with |r| <= 1/2, 2^r by its series. NaN stays NaN; beyond what has
+// a normal result it is the nearest that has, or what it would be without bounds.
 SW_INLINE Floats exp2(Floats x) {
+#if defined(__AVX512DQ__)
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  const Floats r = (Floats)_mm512_reduce_ps((__m512)x, kNearest);  // 0 where x is infinite
+#else
   x = max(splat(-126.0f), x);
   x = x > 127.0f ? splat(127.0f) : x;
   const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
   const Floats shifted = x + magic;
   const Floats r = x - (shifted - magic);
+#endif
   Floats p = splat(1.5403530e-4f);
   p = fma(p, r, splat(1.3333558e-3f));
   p = fma(p, r, splat(9.6181291e-3f));
@@ -127,7 +140,11 @@ SW_INLINE Floats exp2(Floats x) {
   p = fma(p, r, splat(2.4022651e-1f));
   p = fma(p, r, splat(6.9314718e-1f));
   p = fma(p, r, splat(1.0f));
+#if defined(__AVX512DQ__)
+  return (Floats)_mm512_scalef_ps((__m512)p, _mm512_roundscale_ps((__m512)x, kNearest));
+#else
   return (Floats)((Ints)p + ((Ints)shifted << 23));
+#endif
 }
 
 constexpr float kLog2E = 1.44269504f;

@@ -92,7 +92,7 @@ def test_structures_are_as_long_as_the_headers_say() -> None:
         abi.Quantised: 4 * 8 + 10 * 4,
         abi.Layer: 20 * 8 + 8,
         abi.Model: 18 * 4 + 7 * 8,
-        abi.Batch: 8 + 6 * 8,
+        abi.Batch: 8 + 8 * 8,
         abi.Head: 5 * 8,
         abi.Factors: 2 * 8 + 8,
         abi.Run: 8 + 8,

@@ -105,6 +105,38 @@ def test_results_do_not_depend_on_batch_cut_or_threads(
     assert torch.equal(torch.cat(parts), expected)
 
 
+def test_threads_that_come_late_to_their_work_change_nothing(library: ctypes.CDLL) -> None:
+    plain = PlainDecoder(variant(SHAPES["gemma"], dtype=torch.bfloat16))
+    tokens = random_tokens(45, 3)
+    with Pool(library, 1) as alone:
+        expected = _decoded(Server(alone, plain), tokens)
+    # More threads than any core has time for: most miss most of what they were called for.
+    with Pool(library, 24, spin_us=0) as crowd:
+        got = _decoded(Server(crowd, plain), tokens)
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+def _decoded(server: Server, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Logits of each token, the first few at once."""
+    return [server.step({"it": part})["it"] for part in (tokens[:5], *tokens[5:].split(1))]
+
+
+@pytest.mark.parametrize("wanted", [[], [299], [0, 1, 2, 149, 150, 256, 299], list(range(100, 280)), list(range(300))])
+@pytest.mark.parametrize("name", ["gemma", "every head its own"])
+def test_hidden_states_of_some_rows_are_those_of_all(pool: Pool, name: str, wanted: list[int]) -> None:
+    plain = PlainDecoder(variant(SHAPES[name], dtype=torch.bfloat16))
+    tokens, counts = random_tokens(300, 1), {"first": 150, "second": 150}
+    whole, part = Server(pool, plain), Server(pool, plain)
+    hidden = whole.decoder.embed(tokens)
+    whole.decoder.run(hidden, whole.batch(counts))
+    got = part.decoder.hidden_states(tokens, part.batch(counts), torch.tensor(wanted, dtype=torch.int64))
+    assert torch.equal(got, hidden[wanted])
+    # Keys and values are there for all.
+    following = {name: random_tokens(1, 2) for name in counts}
+    for sequence, logits in part.step(following).items():
+        assert torch.equal(logits, whole.step({sequence: following[sequence]})[sequence])
+
+
 def test_a_sequence_reads_blocks_that_another_one_fills_in_the_same_call(pool: Pool) -> None:
     plain = PlainDecoder(BASE)
     tokens = random_tokens(33, 1)
@@ -132,6 +164,14 @@ def test_halves_make_up_a_layer(pool: Pool) -> None:
             halves.decoder.add_branch(layer, "attention", hidden, halves.decoder.attention_half(layer, hidden, batch))
             halves.decoder.add_branch(layer, "mlp", hidden, halves.decoder.mlp_half(layer, hidden, batch))
         torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_small_branches_are_not_lost_in_large_hidden_states(pool: Pool) -> None:
+    plain = PlainDecoder(variant(BASE, dtype=torch.bfloat16))
+    hidden = torch.full((3, BASE.hidden), 1000.0)
+    for _ in range(4):
+        Server(pool, plain).decoder.add_branch(0, "mlp", hidden, torch.full_like(hidden, 0.25).bfloat16())
+    assert (hidden == 1001).all()
 
 
 def test_operators_are_timed_while_asked_for(pool: Pool) -> None:
