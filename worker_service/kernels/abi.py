@@ -49,7 +49,7 @@ class Model(Structure):
         *(
             (name, c_int32)
             for name in (
-                *("is_bf16", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "inner_size", "num_layers"),
+                *("dtype", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "inner_size", "num_layers"),
                 *("vocab_size", "is_gelu", "norm_whole", "block_size", "rounds_cache"),
             )
         ),

@@ -16,14 +16,16 @@ LANES = 16
 PANEL = 32
 """Rows of a weight that are packed together."""
 
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""That the kernels compute in, in the order of SW_F32 and the others."""
+
 _HUGE_PAGE = 2 * 2**20
 
 
 def depth_of(dtype: torch.dtype) -> int:
     """Values of one row that lie side by side: vdpbf16ps multiplies pairs. Raises ValueError for other types."""
     if dtype not in DTYPES:
-        raise ValueError(f"the kernels compute in bfloat16 and float32, not in {dtype}")
+        raise ValueError(f"the kernels compute in float32, bfloat16 and float16, not in {dtype}")
     return 2 if dtype == torch.bfloat16 else 1
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from worker_service.kernels import abi
 from worker_service.kernels.adapters import MODULES, AdapterRun, AdapterWeights, c_runs
 from worker_service.kernels.build import library_path
-from worker_service.kernels.layout import LANES, KvLayout, depth_of
+from worker_service.kernels.layout import DTYPES, LANES, KvLayout, depth_of
 from worker_service.kernels.quantised_layout import QuantisedProduct
 from worker_service.kernels.spec import DecoderSpec, check_quantised, check_spec, check_tensor, packed_shape
 from worker_service.kernels.structures import (
@@ -82,9 +82,16 @@ def linear(
     check_tensor("x", x, x.dtype, (rows, depth))
     check_tensor("bias", bias, torch.float32, (out_features,))
     y = torch.empty(rows, out_features, dtype=x.dtype)
-    is_bf16 = int(x.dtype == torch.bfloat16)
     pool.library.sw_linear(
-        pool.handle, is_bf16, address(x), rows, address(packed), address(bias), depth, out_features, address(y)
+        pool.handle,
+        DTYPES.index(x.dtype),
+        address(x),
+        rows,
+        address(packed),
+        address(bias),
+        depth,
+        out_features,
+        address(y),
     )
     return y
 
@@ -97,10 +104,10 @@ def quantised_linear(
     depth_of(x.dtype)
     check_tensor("x", x, x.dtype, (len(x), product.depth))
     check_tensor("bias", bias, torch.float32, (product.num_outputs,))
-    y, is_bf16 = torch.empty(len(x), product.num_outputs, dtype=x.dtype), int(x.dtype == torch.bfloat16)
+    y = torch.empty(len(x), product.num_outputs, dtype=x.dtype)
     weight = quantised_structure(product)
     pool.library.sw_quantised_linear(
-        pool.handle, is_bf16, address(x), len(x), weight, address(bias), product.num_outputs, address(y)
+        pool.handle, DTYPES.index(x.dtype), address(x), len(x), weight, address(bias), product.num_outputs, address(y)
     )
     return y
 

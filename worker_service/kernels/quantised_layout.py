@@ -14,14 +14,13 @@ from torch.nn import functional
 from loader.quantised.activations import Activation
 from loader.quantised.bits import unpack_rows
 from loader.quantised.packed import Packed, ScaledGrid
-from worker_service.kernels.layout import LANES, PANEL
+from worker_service.kernels.layout import DTYPES, LANES, PANEL
 
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""In the order of SW_SCALES_F32 and the others."""
+SCALE_DTYPES = DTYPES
 
 # Inputs that share a scale as integers. Fewer are closer to what they stand for, and cost more: in float32 what they
 # stand for is exact, in bfloat16 it is rounded already.
-_SPANS = {torch.float32: (LANES,), torch.bfloat16: (64, 32, LANES)}
+_SPANS = {**dict.fromkeys((torch.float32, torch.float16), (LANES,)), torch.bfloat16: (64, 32, LANES)}
 # Sums of 8-bit times 8-bit values, of so many, fit 32 bits.
 _MAX_ROUNDED_SPAN = 4096
 # Groups that are no multiples of a vector, or of any number of inputs, are filled up; not beyond this.

@@ -11,9 +11,10 @@ from contextlib import suppress
 
 import torch
 
+from worker_service.kernels.layout import DTYPES
 from worker_service.kernels.structures import address
 
-SUMMED = frozenset({torch.float32, torch.bfloat16})
+SUMMED = frozenset(DTYPES)
 """The types that can be summed."""
 
 # Large messages go in parts of this size, of which each rank has two.
@@ -84,8 +85,8 @@ class SharedCollectives:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum over the ranks, in place; of a type in SUMMED, contiguous."""
-        is_bf16 = int(tensor.dtype == torch.bfloat16)
-        self._check(self._library.sw_shared_sum(self._handle, is_bf16, address(tensor), tensor.numel()))
+        dtype = DTYPES.index(tensor.dtype)
+        self._check(self._library.sw_shared_sum(self._handle, dtype, address(tensor), tensor.numel()))
 
     def all_gather(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
         """The tensors of all ranks into `gathered`, [ranks, ...], in their order; both contiguous."""

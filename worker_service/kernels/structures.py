@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 
 from worker_service.kernels import abi
-from worker_service.kernels.layout import KvLayout
+from worker_service.kernels.layout import DTYPES, KvLayout
 from worker_service.kernels.quantised_layout import SCALE_DTYPES, QuantisedProduct
 from worker_service.kernels.spec import DecoderSpec, LayerWeights, Product, norm_whole
 
@@ -77,7 +77,7 @@ def model_structure(
     """SwModel."""
     sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "inner_size", "vocab_size")
     return abi.Model(
-        is_bf16=int(spec.dtype == torch.bfloat16),
+        dtype=DTYPES.index(spec.dtype),
         **{name: getattr(spec, name) for name in sizes},
         num_layers=len(spec.layers),
         is_gelu=int(spec.activation == "gelu_tanh"),

@@ -1,4 +1,4 @@
-"""The engine of the compiled CPU kernels: dense decoders in bfloat16 and float32, their weights whole or integers."""
+"""The engine of the compiled CPU kernels: dense decoders, their weights whole or integers."""
 
 from collections.abc import Mapping, Sequence
 

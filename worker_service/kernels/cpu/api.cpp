@@ -9,6 +9,8 @@ using namespace stepwire;
 
 namespace {
 
+const Kind& kind_of(int32_t dtype) { return dtype == SW_F32 ? kFloat32 : dtype == SW_BF16 ? kBfloat16 : kFloat16; }
+
 Decoder& decoder_of(void* decoder) { return *static_cast<Decoder*>(decoder); }
 
 // No exception may leave a C function: it would end the process. A thread that cannot be had is a system_error.
@@ -41,24 +43,24 @@ void* sw_pool_create(int32_t threads, int32_t spin_us, int32_t pin) {
 
 void sw_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
 
-bool sw_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const void* weight, const float* bias,
+bool sw_linear(void* pool, int32_t dtype, const void* x, int64_t rows, const void* weight, const float* bias,
                int32_t in, int32_t out, void* y) {
   return done([&] {
-    (is_bf16 ? linear_bf16 : linear_f32)(*static_cast<Pool*>(pool), x, rows, weight, bias, in, out, y);
+    kind_of(dtype).linear(*static_cast<Pool*>(pool), x, rows, weight, bias, in, out, y);
   });
 }
 
-bool sw_quantised_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const SwQuantised* weight,
+bool sw_quantised_linear(void* pool, int32_t dtype, const void* x, int64_t rows, const SwQuantised* weight,
                          const float* bias, int32_t out, void* y) {
   return done([&] {
-    (is_bf16 ? quantised_linear_bf16 : quantised_linear_f32)(*static_cast<Pool*>(pool), x, rows, *weight, bias, out, y);
+    kind_of(dtype).quantised_linear(*static_cast<Pool*>(pool), x, rows, *weight, bias, out, y);
   });
 }
 
 void* sw_decoder_create(void* pool, const SwModel* model) {
   return made([&] {
     Pool& threads = *static_cast<Pool*>(pool);
-    return model->is_bf16 ? make_decoder_bf16(threads, *model) : make_decoder_f32(threads, *model);
+    return kind_of(model->dtype).make_decoder(threads, *model);
   });
 }
 

@@ -9,7 +9,8 @@ extern "C" {
 
 // How the inputs of a quantised product are rounded before it.
 enum { SW_ROUND_NOTHING, SW_ROUND_GROUPS };
-enum { SW_SCALES_F32, SW_SCALES_BF16, SW_SCALES_F16 };
+// Types of numbers.
+enum { SW_F32, SW_BF16, SW_F16 };
 
 // What a decoder's time goes to; of attention, the writing of keys and values apart.
 enum {
@@ -50,7 +51,7 @@ struct SwLayer {
 };
 
 struct SwModel {
-  int32_t is_bf16;  // else float32
+  int32_t dtype;
   int32_t hidden_size, num_heads, num_kv_heads, head_dim, inner_size, num_layers, vocab_size;
   int32_t is_gelu;            // else SiLU
   int32_t norm_whole;         // query and key norms over the whole projection, not each head
@@ -114,14 +115,14 @@ int64_t sw_shared_bytes(int32_t size, int64_t part_bytes);
 void* sw_shared_open(int32_t file, int32_t rank, int32_t size, int64_t part_bytes, const int32_t* processes,
                      int32_t spin_us, int64_t timeout_ms);
 void sw_shared_close(void* shared);
-int32_t sw_shared_sum(void* shared, int32_t is_bf16, void* values, int64_t count);
+int32_t sw_shared_sum(void* shared, int32_t dtype, void* values, int64_t count);
 int32_t sw_shared_gather(void* shared, const void* mine, int64_t bytes, void* all);
 int32_t sw_shared_broadcast(void* shared, void* values, int64_t bytes);
 
-bool sw_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const void* weight, const float* bias,
+bool sw_linear(void* pool, int32_t dtype, const void* x, int64_t rows, const void* weight, const float* bias,
                int32_t in, int32_t out, void* y);
 
-bool sw_quantised_linear(void* pool, int32_t is_bf16, const void* x, int64_t rows, const SwQuantised* weight,
+bool sw_quantised_linear(void* pool, int32_t dtype, const void* x, int64_t rows, const SwQuantised* weight,
                          const float* bias, int32_t out, void* y);
 
 void* sw_decoder_create(void* pool, const SwModel* model);

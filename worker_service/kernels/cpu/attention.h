@@ -109,7 +109,7 @@ struct OpenedGroup {
 template <class T>
 struct AttentionScratch {
   std::vector<float> scores, out, level;
-  std::vector<T> queries, weights;
+  std::vector<Row<T>> queries, weights;
   std::vector<Floats, std::allocator<Floats>> total;
   OpenedGroup<T> opened;
 
@@ -132,9 +132,9 @@ constexpr float kSlack = 8;
 template <class T>
 __attribute__((noinline)) void update_row(const float* scores, int low, int high, const AttentionRule& rule,
                                           const OpenedGroup<T>* scales, float& level, Floats& total, float* out,
-                                          T* weights) {
+                                          Row<T>* weights) {
   if (low >= kGroup || high <= 0) {
-    memset(static_cast<void*>(weights), 0, sizeof(T) * kGroup);
+    memset(static_cast<void*>(weights), 0, sizeof(Row<T>) * kGroup);
     return;
   }
   const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -175,7 +175,7 @@ __attribute__((noinline)) void update_row(const float* scores, int low, int high
 
 // scores [rows, kGroup] = queries [rows, head_dim] * keys, while the next group's keys are asked for.
 template <class T, class Cache>
-void score_group(const Cache& cache, const Group<T>& group, const Group<T>& next, const T* queries,
+void score_group(const Cache& cache, const Group<T>& group, const Group<T>& next, const Row<T>* queries,
                  int num_rows, float* scores) {
   for_tiles<kScoreRows>(num_rows, [&](int offset, auto height) {
     constexpr int R = height;
@@ -196,7 +196,7 @@ void score_group(const Cache& cache, const Group<T>& group, const Group<T>& next
 
 // out [rows, head_dim] += weights [rows, kGroup] * values, of V vectors from `dim` on; likewise.
 template <class T, int V, class Cache>
-void add_values(const Cache& cache, const Group<T>& group, const Group<T>& next, const T* weights,
+void add_values(const Cache& cache, const Group<T>& group, const Group<T>& next, const Row<T>* weights,
                 int num_rows, int dim, float* out) {
   constexpr int depth = Product<T>::depth;
   for_tiles<kScoreRows>(num_rows, [&](int offset, auto height) {
@@ -233,7 +233,7 @@ void attend_group(const AttentionRule& rule, const Span& span, int start, const 
   for (int row = 0; row < rows; ++row) {
     const int position = span.position + row / share;
     const int low = rule.window > 0 ? position - rule.window + 1 - start : 0;
-    update_row(&scratch.scores[row * kGroup], low, position + 1 - start, rule, scales, scratch.level[row],
+    update_row<T>(&scratch.scores[row * kGroup], low, position + 1 - start, rule, scales, scratch.level[row],
                scratch.total[row], &scratch.out[(size_t)row * head_dim], &scratch.weights[row * kGroup]);
   }
   int dim = 0;

@@ -76,14 +76,21 @@ struct HeadCache {
   // Stores one position's key and value [head_dim]. Positions of a block are written in order, by one
   // thread: the first of a pair zeroes its partner, so that what a former owner of the block left
   // there, which may be no number, is never multiplied.
-  void write(int position, const T* key, const T* value) const {
+  void write(int position, const Row<T>* key, const Row<T>* value) const {
     if constexpr (is_rounded) {
       alignas(64) int8_t codes[2][kMostHeadDim];
       *key_scales(position) = round_to_codes(key, head_dim, codes[0]);
       *value_scales(position) = round_to_codes(value, head_dim, codes[1]);
       write_elements(position, codes[0], codes[1]);
-    } else {
+    } else if constexpr (std::is_same_v<E, Row<T>>) {
       write_elements(position, key, value);
+    } else {
+      alignas(64) E elements[2][kMostHeadDim];
+      for (int d = 0; d < head_dim; d += kLanes) {
+        store(elements[0] + d, load(key + d));
+        store(elements[1] + d, load(value + d));
+      }
+      write_elements(position, elements[0], elements[1]);
     }
   }
 

@@ -100,13 +100,14 @@ class TypedDecoder final : public Decoder {
     pool_.run([&](Thread& thread) {
       clock_.start(thread.number);
       join(thread, num_tokens, {hidden, model_.hidden_size},
-           {static_cast<const T*>(partial), model_.hidden_size}, weight);
+           Rows<const T>{static_cast<const T*>(partial), model_.hidden_size}, weight);
     });
   }
 
   void time(int64_t* sums) override { clock_.set(sums); }
 
  private:
+  using Value = Row<T>;  // of what products read
   using Delta = std::optional<ProductDelta<T>>;
 
   void embed(Thread& thread, const int64_t* token_ids, int num_tokens, float* hidden) {
@@ -145,9 +146,9 @@ class TypedDecoder final : public Decoder {
 
   // A product with whichever of the two weights there is; as gemm.
   template <class Done>
-  void multiply(Thread& thread, Rows<const T> x, int count, const void* plain, const SwQuantised* quantised,
+  void multiply(Thread& thread, Rows<const Value> x, int count, const void* plain, const SwQuantised* quantised,
                 int depth, int num_panels, Done&& done) {
-    if (!quantised) return gemm(thread, x, count, static_cast<const T*>(plain), depth, num_panels, done);
+    if (!quantised) return gemm<T>(thread, x, count, static_cast<const T*>(plain), depth, num_panels, done);
     quantised_gemm(thread, digits_.take(thread, x, count, *quantised), count, *quantised, num_panels, done);
   }
 
@@ -177,8 +178,8 @@ class TypedDecoder final : public Decoder {
   // Queries, keys and values of a chunk's tokens.
   void project_heads(Thread& thread, const Chunk& chunk, int number, const float* hidden) {
     const SwLayer& layer = layers_[number];
-    const Rows<const T> normed = normalise(thread, chunk.count, hidden, layer.input_norm);
-    const Rows<T> qkv = qkv_.rows();
+    const Rows<const Value> normed = normalise(thread, chunk.count, hidden, layer.input_norm);
+    const Rows<Value> qkv = qkv_.rows();
     const int queries = num_attended_ / kLanes, keys = (num_qkv_ - num_attended_) / 2 / kLanes;
     const Delta delta =
         shrink(thread, chunk, number, kQuery, {queries, queries + keys, queries + 2 * keys}, normed, model_.hidden_size);
@@ -250,8 +251,8 @@ class TypedDecoder final : public Decoder {
   void mlp(Thread& thread, int number, const Chunk& chunk, float* hidden, T* partial) {
     const SwLayer& layer = layers_[number];
     const int inner_size = model_.inner_size, count = chunk.count;
-    const Rows<const T> normed = normalise(thread, count, hidden, layer.mlp_norm);
-    const Rows<T> inner = inner_.rows();
+    const Rows<const Value> normed = normalise(thread, count, hidden, layer.mlp_norm);
+    const Rows<Value> inner = inner_.rows();
     const int vectors = inner_size / kLanes;
     const Delta delta = shrink(thread, chunk, number, kGate, {vectors, 2 * vectors, 0}, normed, model_.hidden_size);
     multiply(thread, normed, count, layer.gate_up, layer.quantised_gate_up, model_.hidden_size,
@@ -273,7 +274,7 @@ class TypedDecoder final : public Decoder {
   }
 
   // What the adapters of a chunk's rows change of a product; nothing, at no cost, where none has one.
-  Delta shrink(Thread& thread, const Chunk& chunk, int layer, Module first, const ProductEnds& ends, Rows<const T> x,
+  Delta shrink(Thread& thread, const Chunk& chunk, int layer, Module first, const ProductEnds& ends, Rows<const Value> x,
                int depth) {
     if (chunk.pieces.empty()) return std::nullopt;
     return adapters_.shrink(thread, chunk, layer, first, ends, x, depth);
@@ -281,10 +282,10 @@ class TypedDecoder final : public Decoder {
 
   // Rows ready for a product: each thread makes a few for itself, which takes less time than to wait for
   // the others; many are shared.
-  Rows<const T> normalise(Thread& thread, int count, const float* hidden, const float* weight) {
+  Rows<const Value> normalise(Thread& thread, int count, const float* hidden, const float* weight) {
     const int size = model_.hidden_size;
     const bool own = count <= kOwnRows;
-    const Rows<T> to{normed_.rows()[own ? kChunk + thread.number * kOwnRows : 0], normed_.stride};
+    const Rows<Value> to{normed_.rows()[own ? kChunk + thread.number * kOwnRows : 0], normed_.stride};
     auto make = [&](int begin, int end) {
       for (int i = begin; i < end; ++i) rms_norm(hidden + (ptrdiff_t)i * size, weight, size, model_.eps, to[i]);
     };
@@ -301,7 +302,7 @@ class TypedDecoder final : public Decoder {
   };
 
   // The product that ends a branch.
-  void project(Thread& thread, Rows<const T> x, int count, const Weight& weight, const Delta& delta,
+  void project(Thread& thread, Rows<const Value> x, int count, const Weight& weight, const Delta& delta,
                const float* post_norm, float* hidden, T* partial) {
     const int size = model_.hidden_size;
     auto into = [&](auto to, bool adds) {
@@ -315,12 +316,14 @@ class TypedDecoder final : public Decoder {
     };
     // Without a norm of its own the branch is added before it is rounded.
     if (!partial && !post_norm) into(Rows<float>{hidden, size}, true);
-    else into(partial ? Rows<T>{partial, size} : branch_.rows(), false);
+    else if (partial) into(Rows<T>{partial, size}, false);
+    else into(branch_.rows(), false);
     clock_.took(thread.number, weight.op);
     if (!partial && post_norm) join(thread, count, {hidden, size}, branch_.read(), post_norm);
   }
 
-  void join(Thread& thread, int count, Rows<float> hidden, Rows<const T> branch, const float* weight) {
+  template <class U>
+  void join(Thread& thread, int count, Rows<float> hidden, Rows<const U> branch, const float* weight) {
     thread.split(count, [&](int begin, int end) {
       for (int i = begin; i < end; ++i)
         stepwire::add_branch(hidden[i], branch[i], weight, model_.hidden_size, model_.eps);
@@ -329,10 +332,10 @@ class TypedDecoder final : public Decoder {
   }
 
   // Puts one head, normalised and rotated for its position, at `to`. `head` counts queries, then keys.
-  void prepare_head(const SwLayer& layer, const T* token, int head, int position, T* to) const {
+  void prepare_head(const SwLayer& layer, const Value* token, int head, int position, Value* to) const {
     const bool is_key = head >= model_.num_heads;
     const int size = model_.head_dim, place = is_key ? head - model_.num_heads : head;
-    const T* from = token + head * size;
+    const Value* from = token + head * size;
     const float* weight = is_key ? layer.key_norm : layer.query_norm;
     float scale = 1;
     if (weight && model_.norm_whole) {
@@ -347,9 +350,9 @@ class TypedDecoder final : public Decoder {
   }
 
   void write_keys(const SwLayer& layer, const Span& span, int kv_head, const auto& cache) const {
-    alignas(64) T key[kMostHeadDim];
+    alignas(64) Value key[kMostHeadDim];
     for (int i = 0; i < span.count; ++i) {
-      const T* token = qkv_.read()[span.first + i];
+      const Value* token = qkv_.read()[span.first + i];
       prepare_head(layer, token, model_.num_heads + kv_head, span.position + i, key);
       cache.write(span.position + i, key,
                   token + (model_.num_heads + model_.num_kv_heads + kv_head) * model_.head_dim);
@@ -357,7 +360,7 @@ class TypedDecoder final : public Decoder {
   }
 
   void take_queries(const SwLayer& layer, const Span& span, int kv_head, AttentionScratch<T>& scratch) const {
-    T* to = scratch.queries.data();
+    Value* to = scratch.queries.data();
     for (int i = 0; i < span.count; ++i)
       for (int head = 0; head < heads_per_group_; ++head, to += model_.head_dim)
         prepare_head(layer, qkv_.read()[span.first + i], kv_head * heads_per_group_ + head, span.position + i, to);
@@ -366,7 +369,7 @@ class TypedDecoder final : public Decoder {
   void leave_attended(const Span& span, int kv_head, const AttentionScratch<T>& scratch) const {
     const int width = heads_per_group_ * model_.head_dim;
     for (int i = 0; i < span.count; ++i) {
-      T* to = attended_.rows()[span.to + i] + kv_head * width;
+      Value* to = attended_.rows()[span.to + i] + kv_head * width;
       for (int d = 0; d < width; d += kLanes) store(to + d, load(&scratch.out[(size_t)i * width + d]));
     }
   }
@@ -408,8 +411,8 @@ class TypedDecoder final : public Decoder {
   const SwModel model_;
   const std::vector<SwLayer> layers_;
   const int heads_per_group_, num_qkv_, num_attended_;
-  const Buffer<T> normed_, qkv_, attended_, inner_, branch_;
-  QuantisedInputs<T> digits_;
+  const Buffer<Value> normed_, qkv_, attended_, inner_, branch_;
+  QuantisedInputs<Value> digits_;
   std::vector<AttentionScratch<T>> scratch_;
   std::vector<float> unpacked_;  // [threads, hidden_size], where the embedding is quantised
   std::vector<Best> best_;

@@ -1,8 +1,10 @@
 // y = x * W^T for a weight that was packed once: [columns / 32][k / depth][32][depth], see tile.h.
 #pragma once
 
+#include <algorithm>
 #include <new>
 #include <type_traits>
+#include <vector>
 
 #include "pool.h"
 #include "tile.h"
@@ -47,7 +49,7 @@ constexpr int kAheadRows = 5;
 // sums[r] = the 32 columns of row r. Not inlined: there are twelve heights and many callers, and a tile
 // costs far more than to store and load its sums. Each step asks for so many lines at `ahead`.
 template <class T, int R, int Lines>
-__attribute__((noinline)) void multiply_panel(const T* x, ptrdiff_t stride, const T* panel, int steps,
+__attribute__((noinline)) void multiply_panel(const Row<T>* x, ptrdiff_t stride, const T* panel, int steps,
                                               const char* ahead, float (*sums)[kPanel]) {
   const T* const vectors[2] = {panel, panel + kLanes * Product<T>::depth};
   Tile<T, R, 2> tile;
@@ -77,7 +79,7 @@ void for_panels(Thread& thread, int num_rows, int num_panels, Part&& part) {
 
 // A phase: calls done(row, panel, low, high) once for each row and panel: its sums of 16 + 16 columns.
 template <class T, class Done>
-void gemm(Thread& thread, Rows<const T> x, int num_rows, const T* weight, int depth, int num_panels, Done&& done) {
+void gemm(Thread& thread, Rows<const Row<T>> x, int num_rows, const T* weight, int depth, int num_panels, Done&& done) {
   const int steps = depth / Product<T>::depth;
   for_panels(thread, num_rows, num_panels, [&](int panel, int first, int count) {
     alignas(64) float sums[kTileRows][kPanel];
@@ -127,11 +129,34 @@ SW_INLINE void store_panel(U* row, int panel, int num_columns, Floats low, Float
   }
 }
 
+// Rows x [count, depth], without space between them, as products read them.
+template <class T>
+class InputRows {
+ public:
+  InputRows(const T* x, int64_t count, int depth) {
+    if constexpr (std::is_same_v<T, Row<T>>) {
+      rows = {x, depth};
+    } else {
+      const int64_t size = count * depth;
+      converted_.resize(size);
+      for (int64_t i = 0; i < size; i += kLanes)
+        store_part(&converted_[i], load_part(x, i, size), std::min<int64_t>(kLanes, size - i));
+      rows = {converted_.data(), depth};
+    }
+  }
+
+  Rows<const Row<T>> rows;
+
+ private:
+  std::vector<Row<T>> converted_;
+};
+
 // The plain product, y = x * W^T + bias; x and y without space between rows.
 template <class T>
 void linear(Pool& pool, const T* x, int64_t rows, const T* weight, const float* bias, int depth, int columns, T* y) {
+  const InputRows<T> from(x, rows, depth);
   pool.run([&](Thread& thread) {
-    gemm(thread, Rows<const T>{x, depth}, (int)rows, weight, depth, panels(columns),
+    gemm<T>(thread, from.rows, (int)rows, weight, depth, panels(columns),
          [&](int row, int panel, Floats low, Floats high) {
            add_panel(bias, panel, columns, low, high);
            store_panel(y + (ptrdiff_t)row * columns, panel, columns, low, high);

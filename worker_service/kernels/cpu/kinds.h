@@ -1,4 +1,4 @@
-// One entry for each type of number, each compiled in a file of its own, at the same time as the other.
+// One entry for each type of number, each compiled in a file of its own, at the same time as the others.
 #pragma once
 
 #include "api.h"
@@ -18,17 +18,15 @@ class Decoder {
   virtual void add_branch(int layer, bool is_mlp, int num_tokens, float* hidden, const void* partial) = 0;
 };
 
-Decoder* make_decoder_bf16(Pool& pool, const SwModel& model);
-Decoder* make_decoder_f32(Pool& pool, const SwModel& model);
-
-void linear_bf16(Pool& pool, const void* x, int64_t rows, const void* weight, const float* bias, int depth,
-                 int columns, void* y);
-void linear_f32(Pool& pool, const void* x, int64_t rows, const void* weight, const float* bias, int depth,
-                int columns, void* y);
-
-void quantised_linear_bf16(Pool& pool, const void* x, int64_t rows, const SwQuantised& weight, const float* bias,
+// A type's functions; see api.h.
+struct Kind {
+  Decoder* (*make_decoder)(Pool& pool, const SwModel& model);
+  void (*linear)(Pool& pool, const void* x, int64_t rows, const void* weight, const float* bias, int depth, int columns,
+                 void* y);
+  void (*quantised_linear)(Pool& pool, const void* x, int64_t rows, const SwQuantised& weight, const float* bias,
                            int columns, void* y);
-void quantised_linear_f32(Pool& pool, const void* x, int64_t rows, const SwQuantised& weight, const float* bias,
-                          int columns, void* y);
+};
+
+extern const Kind kFloat32, kBfloat16, kFloat16;
 
 }  // namespace stepwire

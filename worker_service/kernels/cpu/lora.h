@@ -22,7 +22,7 @@ constexpr int kLinesAhead = 16;
 
 // 16 columns of x * A^T for R rows; `steps` is a multiple of kShrinkChains. Asks for A where it `comes_first` to it.
 template <class T, int R>
-void shrink_rows(const T* x, ptrdiff_t stride, const T* a, int steps, T* to, ptrdiff_t to_stride, bool comes_first) {
+void shrink_rows(const Row<T>* x, ptrdiff_t stride, const T* a, int steps, Row<T>* to, ptrdiff_t to_stride, bool comes_first) {
   using P = Product<T>;
   Floats sum[R][kShrinkChains];
 #pragma GCC unroll 4
@@ -52,7 +52,7 @@ struct ProductEnds {
 template <class T>
 struct ProductDelta {
   const SwFactors* const* rows;  // by row of the chunk: its adapter's factors of all layers, or null
-  Rows<const T> shrunk;          // x * A^T, `width` columns for each module
+  Rows<const Row<T>> shrunk;     // x * A^T, `width` columns for each module
   int width, first;              // `first`: the product's first module among those of all layers
   ProductEnds ends;
 
@@ -100,7 +100,7 @@ struct ProductDelta {
     const int steps = factors.rank / P::depth;
     const ptrdiff_t size = (ptrdiff_t)factors.rank * kLanes;
     const T* b = static_cast<const T*>(factors.b) + place.vector * size;
-    const T* x = shrunk[row] + place.module * width;
+    const Row<T>* x = shrunk[row] + place.module * width;
     if (row == 0 || rows[row - 1] != rows[row])  // The first row with an adapter asks for what comes next, for all.
       for (ptrdiff_t at = V * size; at < 2 * V * size; at += 64 / (ptrdiff_t)sizeof(T)) ask(b + at);
     Floats change[V][kExpandChains] = {};
@@ -141,7 +141,7 @@ class Adapters {
 
   // x * A^T of a product's modules, for the chunk's rows that have an adapter; with a barrier at the end.
   ProductDelta<T> shrink(Thread& thread, const Chunk& chunk, int layer, Module module, const ProductEnds& ends,
-                         Rows<const T> x, int depth) {
+                         Rows<const Row<T>> x, int depth) {
     const int first = layer * kModules + module, count = ends.at[2] ? 3 : ends.at[1] ? 2 : 1;
     const int blocks = width_ / kLanes, steps = depth / Product<T>::depth;
     const ptrdiff_t stride = kMostModules * width_;
@@ -154,7 +154,7 @@ class Adapters {
         const T* a = static_cast<const T*>(factors.a) + (ptrdiff_t)block * depth * kLanes;
         for_tiles<kShrinkRows>(piece.count, [&](int offset, auto height) {
           const int row = piece.first + offset;
-          T* to = shrunk_.data() + row * stride + which * width_ + block * kLanes;
+          Row<T>* to = shrunk_.data() + row * stride + which * width_ + block * kLanes;
           shrink_rows<T, height>(x[row], x.stride, a, steps, to, stride, offset == 0);
         });
       }
@@ -165,7 +165,7 @@ class Adapters {
  private:
   static constexpr int kMostModules = 3;
   std::vector<const SwFactors*> rows_;
-  std::vector<T> shrunk_;
+  std::vector<Row<T>> shrunk_;
   int width_ = 0;
 };
 

@@ -71,19 +71,10 @@ SW_INLINE Ints load_bytes(const uint8_t* from) {
 #endif
 }
 
-// Finite ones.
-SW_INLINE Floats load_f16(const uint16_t* from) {
-  Halves bits;
-  memcpy(&bits, from, sizeof bits);
-  const Words wide = __builtin_convertvector(bits, Words);
-  const Floats size = (Floats)((wide & 0x7fffu) << 13) * 0x1p112f;
-  return (Floats)((Words)size | ((wide & 0x8000u) << 16));
-}
-
 SW_INLINE Floats load_scales(const SwQuantised& weight, ptrdiff_t at) {
-  if (weight.scale_type == SW_SCALES_F32) return load(static_cast<const float*>(weight.scales) + at);
-  if (weight.scale_type == SW_SCALES_BF16) return load(static_cast<const bf16*>(weight.scales) + at);
-  return load_f16(static_cast<const uint16_t*>(weight.scales) + at);
+  if (weight.scale_type == SW_F32) return load(static_cast<const float*>(weight.scales) + at);
+  if (weight.scale_type == SW_BF16) return load(static_cast<const bf16*>(weight.scales) + at);
+  return load(static_cast<const f16*>(weight.scales) + at);
 }
 
 SW_INLINE Ints load_zeros(const SwQuantised& weight, ptrdiff_t at) {

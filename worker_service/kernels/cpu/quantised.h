@@ -43,9 +43,10 @@ void quantised_gemm(Thread& thread, const Digits& x, int num_rows, const SwQuant
 template <class T>
 void quantised_linear(Pool& pool, const T* x, int64_t rows, const SwQuantised& weight, const float* bias, int columns,
                       T* y) {
-  QuantisedInputs<T> inputs(pool.size(), (int)rows, {&weight});
+  const InputRows<T> from(x, rows, weight.depth);
+  QuantisedInputs<Row<T>> inputs(pool.size(), (int)rows, {&weight});
   pool.run([&](Thread& thread) {
-    const Digits digits = inputs.take(thread, Rows<const T>{x, weight.depth}, (int)rows, weight);
+    const Digits digits = inputs.take(thread, from.rows, (int)rows, weight);
     quantised_gemm(thread, digits, (int)rows, weight, panels(columns), [&](int row, int panel, Floats low, Floats high) {
       add_panel(bias, panel, columns, low, high);
       store_panel(y + (ptrdiff_t)row * columns, panel, columns, low, high);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "digits.h"
@@ -13,10 +14,10 @@ namespace stepwire {
 // Up to so many rows each thread takes apart all of them for itself, which costs less than to wait for the others.
 constexpr int kOwnDigitRows = 3;
 
-// Bytes of an input: sixteen bits over the largest of a span where it has eight, twenty-four where it has as many.
+// Bytes of an input: sixteen bits over the largest of a span where it has eight, twenty-four where it has more.
 template <class T>
 constexpr int bytes_of_input(const SwQuantised& weight) {
-  return weight.rounding != SW_ROUND_NOTHING ? 1 : sizeof(T) == 2 ? 2 : 3;
+  return weight.rounding != SW_ROUND_NOTHING ? 1 : std::is_same_v<T, bf16> ? 2 : 3;
 }
 
 template <class T>
@@ -63,14 +64,6 @@ class QuantisedInputs {
     float* to = in_order_.data() + thread * ordered_;
     for (int i = 0; i < weight.inputs; ++i) to[i] = weight.order[i] < 0 ? 0.0f : to_float(x[weight.order[i]]);
     return to;
-  }
-
-  static float to_float(float value) { return value; }
-  static float to_float(bf16 value) {
-    const uint32_t bits = (uint32_t)value.bits << 16;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
   }
 
   const size_t most_rows_;

@@ -169,9 +169,10 @@ void* sw_shared_open(int32_t file, int32_t rank, int32_t size, int64_t part_byte
 
 void sw_shared_close(void* shared) { delete static_cast<SharedMemory*>(shared); }
 
-int32_t sw_shared_sum(void* shared, int32_t is_bf16, void* values, int64_t count) {
+int32_t sw_shared_sum(void* shared, int32_t dtype, void* values, int64_t count) {
   auto& memory = *static_cast<SharedMemory*>(shared);
-  if (is_bf16) return memory.sum(static_cast<stepwire::bf16*>(values), count);
+  if (dtype == SW_BF16) return memory.sum(static_cast<stepwire::bf16*>(values), count);
+  if (dtype == SW_F16) return memory.sum(static_cast<stepwire::f16*>(values), count);
   return memory.sum(static_cast<float*>(values), count);
 }
 

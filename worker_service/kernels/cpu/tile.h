@@ -9,13 +9,17 @@
 namespace stepwire {
 
 // How a type is multiplied. Packed operands hold `depth` values of k for each column side by side, as
-// vdpbf16ps takes them: "one step" advances k by `depth`.
+// vdpbf16ps takes them: "one step" advances k by `depth`. Rows that are multiplied with them are of type `Row`.
 template <class T>
 struct Product;
+
+template <class T>
+using Row = typename Product<T>::Row;
 
 template <>
 struct Product<float> {
   static constexpr int depth = 1;
+  using Row = float;
   using Packed = Floats;
   static SW_INLINE Packed packed(const float* from) { return load(from); }
   static SW_INLINE Packed broadcast(const float* from) { return splat(*from); }
@@ -25,6 +29,7 @@ struct Product<float> {
 template <>
 struct Product<bf16> {
   static constexpr int depth = 2;
+  using Row = bf16;
   using Packed = Words;
   static SW_INLINE Packed packed(const bf16* from) {
     Words value;
@@ -44,6 +49,17 @@ struct Product<bf16> {
     return fma((Floats)(a & 0xffff0000u), (Floats)(b & 0xffff0000u), sum);
 #endif
   }
+};
+
+// Numbers of 16 bits in memory, float32 where they are multiplied, and so are the rows.
+template <>
+struct Product<f16> {
+  static constexpr int depth = 1;
+  using Row = float;
+  using Packed = Floats;
+  static SW_INLINE Packed packed(const f16* from) { return load(from); }
+  static SW_INLINE Packed broadcast(const float* from) { return splat(*from); }
+  static SW_INLINE Floats add(Floats sum, Packed a, Packed b) { return fma(a, b, sum); }
 };
 
 struct Nothing {
@@ -67,7 +83,7 @@ struct Tile {
   // Adds `steps` steps: `a` holds the rows, `lda` apart; vector v of step s is at b[v] + s * stride.
   // each_step(s) is for asking memory for what will be needed later.
   template <class F = Nothing>
-  SW_INLINE void add(const T* a, ptrdiff_t lda, const T* const (&b)[V], ptrdiff_t stride, int steps,
+  SW_INLINE void add(const Row<T>* a, ptrdiff_t lda, const T* const (&b)[V], ptrdiff_t stride, int steps,
                      F&& each_step = F{}) {
     ptrdiff_t at = 0;
     for (int s = 0; s < steps; ++s, at += stride) {

@@ -2,10 +2,11 @@
 // Only the products that decide the speed are written as intrinsics.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -25,6 +26,10 @@ struct bf16 {
   uint16_t bits;
 };
 
+struct f16 {
+  uint16_t bits;
+};
+
 SW_INLINE Floats splat(float value) { return Floats{} + value; }
 
 SW_INLINE Floats load(const float* from) {
@@ -37,6 +42,25 @@ SW_INLINE Floats load(const bf16* from) {
   Halves bits;
   memcpy(&bits, from, sizeof bits);
   return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+
+SW_INLINE Floats load(const f16* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  __m256 halves[2];
+  for (int i = 0; i < 2; ++i)
+    halves[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i)));
+  Floats value;
+  memcpy(&value, halves, sizeof value);
+  return value;
+#else
+  Halves bits;
+  memcpy(&bits, from, sizeof bits);
+  const Words wide = __builtin_convertvector(bits, Words), size = (wide & 0x7fffu) << 13;
+  const Words finite = (Words)((Floats)size * 0x1p112f), is_finite = (Words)(size < (0x7c00u << 13));
+  return (Floats)(((finite & is_finite) | ((size | 0x7f800000u) & ~is_finite)) | ((wide & 0x8000u) << 16));
+#endif
 }
 
 SW_INLINE Floats load(const int8_t* from) {
@@ -61,6 +85,37 @@ SW_INLINE void store(bf16* to, Floats value) {
   memcpy(to, &rounded, sizeof rounded);
 }
 
+// Likewise; what lies beyond 65504 becomes infinite.
+SW_INLINE void store(f16* to, Floats value) {
+#if defined(__AVX512F__)
+  const __m256i rounded = _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  __m256 halves[2];
+  memcpy(halves, &value, sizeof value);
+  __m128i rounded[2];
+  for (int i = 0; i < 2; ++i) rounded[i] = _mm256_cvtps_ph(halves[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const Words sign = ((Words)value >> 16) & 0x8000u, size = (Words)value & 0x7fffffffu;
+  Words normal = (size - (112u << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13;
+  normal = normal > 0x7c00u ? Words{} + 0x7c00u : normal;
+  // Added to 1/2, the last bit of which is the least float16, it is rounded as that is.
+  const Words tiny = (Words)((Floats)size + 0.5f) - 0x3f000000u;
+  const Words is_tiny = (Words)(size < (113u << 23)), is_nan = (Words)(value != value);
+  const Words number = (tiny & is_tiny) | (normal & ~is_tiny);
+  const Halves rounded = __builtin_convertvector(((number & ~is_nan) | (0x7e00u & is_nan)) | sign, Halves);
+#endif
+  memcpy(to, &rounded, sizeof rounded);
+}
+
+SW_INLINE float to_float(float value) { return value; }
+
+SW_INLINE float to_float(bf16 value) {
+  const uint32_t bits = (uint32_t)value.bits << 16;
+  float wide;
+  memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
 template <class T>
 SW_INLINE void store_part(T* to, Floats value, int count) {
   T lanes[kLanes];
@@ -70,7 +125,7 @@ SW_INLINE void store_part(T* to, Floats value, int count) {
 
 // Sixteen values from row[at] on, those beyond `size` taken as 0.
 template <class T>
-SW_INLINE Floats load_part(const T* row, int at, int size) {
+SW_INLINE Floats load_part(const T* row, int64_t at, int64_t size) {
   if (at + kLanes <= size) return load(row + at);
   T lanes[kLanes] = {};
   if (at < size) memcpy(static_cast<void*>(lanes), row + at, sizeof(T) * (size - at));

@@ -1,5 +1,8 @@
 """Building the library, with a stand-in for the compiler, and what happens where it cannot be built."""
 
+import platform
+import shutil
+import subprocess
 import threading
 from pathlib import Path
 
@@ -121,3 +124,13 @@ def test_an_image_brings_a_library_for_each_level(
     monkeypatch.setenv("CXX", "no compiler")
     path = build.library_path()
     assert path == (None if level is None else tmp_path / "kernels" / f"{level}.so")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None or platform.machine() != "x86_64", reason="no g++ for x86-64")
+@pytest.mark.parametrize("source", sorted(build.SOURCES.glob("*.cpp")), ids=lambda path: path.stem)
+def test_the_sources_need_no_instructions_of_one_kind_of_cpu(source: Path) -> None:
+    """As on other machines than x86-64, on which nothing includes what x86 intrinsics bring along."""
+    flags = ("-std=c++20", "-Wall", "-Werror", "-Wno-psabi", "-fsyntax-only", "-march=x86-64")
+    done = subprocess.run(["g++", *flags, str(source)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

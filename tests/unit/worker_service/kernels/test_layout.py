@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from worker_service.kernels.kv_rounding import restore_heads, round_heads
-from worker_service.kernels.layout import KvLayout, empty_huge, pack_gate_up, pack_linear
+from worker_service.kernels.layout import DTYPES, KvLayout, empty_huge, pack_gate_up, pack_linear
 
 
-@pytest.mark.parametrize(("dtype", "depth"), [(torch.float32, 1), (torch.bfloat16, 2)])
+@pytest.mark.parametrize(("dtype", "depth"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 1)])
 def test_pack_linear(dtype: torch.dtype, depth: int) -> None:
     weight = torch.randn(40, 6).to(dtype)
     packed = pack_linear(weight)
@@ -18,7 +18,7 @@ def test_pack_linear(dtype: torch.dtype, depth: int) -> None:
             assert packed[row // 32, column // depth, row % 32, column % depth] == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_packing_into_a_place_of_its_own(dtype: torch.dtype) -> None:
     weight = torch.randn(40, 20).to(dtype)[:, 2:8]
     out = torch.empty_like(pack_linear(weight))
@@ -36,8 +36,8 @@ def test_gate_and_up_take_turns() -> None:
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
-    with pytest.raises(ValueError, match="float16"):
-        pack_linear(torch.zeros(32, 4, dtype=torch.float16))
+    with pytest.raises(ValueError, match="float64"):
+        pack_linear(torch.zeros(32, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match="pairs"):
         pack_linear(torch.zeros(32, 5, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="16 rows"):
@@ -46,7 +46,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
         KvLayout(1, 1, 1, 8, 16, torch.float32)
 
 
-@pytest.mark.parametrize(("dtype", "depth"), [(torch.float32, 1), (torch.bfloat16, 2)])
+@pytest.mark.parametrize(("dtype", "depth"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 1)])
 def test_keys_and_values(dtype: torch.dtype, depth: int) -> None:
     layout = KvLayout(3, 2, 2, 16, 32, dtype)
     cache = layout.allocate()
@@ -62,7 +62,7 @@ def test_keys_and_values(dtype: torch.dtype, depth: int) -> None:
     assert stored_key == keys[block, head, position, dim] and stored_value == values[block, head, position, dim]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rounded_keys_and_values(dtype: torch.dtype) -> None:
     layout = KvLayout(3, 2, 2, 16, 32, dtype, torch.int8)
     cache = layout.allocate()

@@ -13,10 +13,12 @@ from torch.nn import functional
 
 from tests.support.plain_decoder import VOCAB, PlainDecoder, Server, Shape, random_tokens, variant
 from worker_service.kernels import abi
-from worker_service.kernels.layout import pack_linear
+from worker_service.kernels.layout import DTYPES, pack_linear
 from worker_service.kernels.native import BatchTables, Decoder, Pool, linear
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+# Of a result that is rounded once.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 BASE = Shape()
 SHAPES = {
     "plain": BASE,
@@ -33,7 +35,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 40, 300])
 def test_linear(pool: Pool, dtype: torch.dtype, rows: int, with_bias: bool) -> None:
@@ -43,10 +45,10 @@ def test_linear(pool: Pool, dtype: torch.dtype, rows: int, with_bias: bool) -> N
     x = torch.randn(rows, 48, generator=draws).to(dtype)
     exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     got = linear(pool, x, pack_linear(weight), 70, bias)
-    torch.testing.assert_close(got.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(got.double(), exact, rtol=ROUNDING[dtype], atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_a_product_is_the_same_in_any_company_and_with_any_threads(
     library: ctypes.CDLL, pool: Pool, dtype: torch.dtype
 ) -> None:
@@ -61,7 +63,7 @@ def test_a_row_of_a_product_is_the_same_in_any_company_and_with_any_threads(
         assert torch.equal(linear(alone, x[3:20], packed, 64), together[3:20])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_prompts_in_pieces_and_decoding_equal_the_definition(pool: Pool, name: str, dtype: torch.dtype) -> None:
     plain = PlainDecoder(variant(SHAPES[name], dtype=dtype))
@@ -84,7 +86,7 @@ def test_prompts_in_pieces_and_decoding_equal_the_definition(pool: Pool, name: s
         assert (logits - exact).norm() / exact.norm() < tolerance
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["plain", "gemma", "every head its own", "int8 cache"])
 def test_results_do_not_depend_on_batch_cut_or_threads(
     library: ctypes.CDLL, pool: Pool, name: str, dtype: torch.dtype
@@ -187,7 +189,7 @@ def test_operators_are_timed_while_asked_for(pool: Pool) -> None:
     assert operators == timed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_greedy_is_the_first_of_the_largest_logits(pool: Pool, dtype: torch.dtype) -> None:
     plain = PlainDecoder(variant(BASE, dtype=dtype))
     plain.head[77] = plain.head[5]

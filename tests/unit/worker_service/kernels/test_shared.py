@@ -81,19 +81,21 @@ def test_collectives_of_any_length(size: int) -> None:
             assert all((made == 5).all() for made in group.each(told))  # type: ignore[attr-defined]
 
 
-def test_sums_are_made_in_the_order_of_ranks_and_rounded_once() -> None:
+# Numbers of which 1 is half of the last place.
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
+def test_sums_are_made_in_the_order_of_ranks_and_rounded_once(dtype: torch.dtype, most: float) -> None:
     parts = [1e8, 3.0, -1e8]
-    halves = [256.0, 1.0, 1.0]  # in bfloat16 256 + 1 is 256
+    halves = [most, 1.0, 1.0]
 
     def both(end: SharedCollectives, rank: int) -> tuple[float, float]:
-        exact, half = torch.full((40,), parts[rank]), torch.full((40,), halves[rank], dtype=torch.bfloat16)
+        exact, half = torch.full((40,), parts[rank]), torch.full((40,), halves[rank], dtype=dtype)
         end.all_reduce(exact)
         end.all_reduce(half)
         return exact[39].item(), half[39].item()
 
     in_order = (torch.tensor(parts[0]) + parts[1] + parts[2]).item()
     with ranks(3) as group:
-        assert group.each(both) == [(in_order, 258.0)] * 3
+        assert group.each(both) == [(in_order, most + 2)] * 3
     assert in_order != 3.0
 
 

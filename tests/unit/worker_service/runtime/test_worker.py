@@ -194,11 +194,11 @@ def test_the_demo_model_knows_the_capital_of_france() -> None:
 
 
 @pytest.mark.skipif(not DEMO.exists(), reason="the demo model is not in the cache")
-@pytest.mark.parametrize("native", [False, True])
-def test_the_demo_model_chats_in_bfloat16(*, native: bool) -> None:
+@pytest.mark.parametrize(("dtype", "native"), [("bfloat16", False), ("bfloat16", True), ("float16", True)])
+def test_the_demo_model_chats_in_sixteen_bits(dtype: str, *, native: bool) -> None:
     runtime = WorkerRuntime(Settings(threads=2, kv_cache_bytes=2**24, native_kernels=native))
     runtime.init_device(RankPlace())
-    runtime.load_model(DEMO, "bfloat16", ignore, never)
+    runtime.load_model(DEMO, dtype, ignore, never)
     runtime.initialize_cache(16, 16, 128)
     tokenizer: Tokenizer = load_tokenizer(open_checkpoint(DEMO)).tokenizer
     prompt = tokenizer.encode(CHAT, add_special_tokens=False).ids
