@@ -86,7 +86,7 @@ class Lifecycle:
 
     async def init_device(self, epoch: int, scheduler_id: str, place: Place, rendezvous: str = "") -> DeviceInfo:
         """STARTING or INITIALISED → INITIALISED, in a new epoch, or in one that a reset began: then the phase stays, as
-        long as the place does. The ranks of a group meet at `rendezvous`."""
+        long as the place does. The ranks of a group meet at `rendezvous`; before that each is called without."""
         _check_place(place, rendezvous)
         if self.state.is_new_epoch(epoch, scheduler_id) and self.state.phase <= Phase.INITIALISED:
             self._interrupt(stale_epoch(held=epoch, got=self.state.epoch))
@@ -400,12 +400,6 @@ def _check_place(place: Place, rendezvous: str) -> None:
     check_number("pipeline_parallel_size", place.pipeline_parallel_size, 1, 1024)
     check_number("tensor_rank", place.tensor_rank, 0, place.tensor_parallel_size - 1)
     check_number("pipeline_rank", place.pipeline_rank, 0, place.pipeline_parallel_size - 1)
-    if place.num_ranks > 1 and place.rank > 0 and not rendezvous:
-        raise StepwireError(
-            "FIELD_INVALID",
-            f"rank {place.rank} of a group needs the rendezvous that rank 0 answers",
-            {"field": "rendezvous"},
-        )
     if place.num_ranks == 1 and rendezvous:
         raise StepwireError("FIELD_INVALID", "a group of one meets nowhere", {"field": "rendezvous"})
 
