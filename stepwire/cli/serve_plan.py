@@ -195,7 +195,6 @@ def check_models(
     """
     groups = list(by_model(models, workers))
     shares = [share for model, own in groups for share in shares_of(model, own)]
-    check_shares([*others, *shares])
     is_shared = len(models) > 1 or bool(others)
     for model, own in groups:
         wish = replace(wish_of(model), kv_cache_bytes=own[0].kv_cache_bytes)
@@ -209,6 +208,8 @@ def check_models(
             if not is_shared:
                 raise
             raise replace(error, message=f"{model.name}: {error.message}") from error
+    # What is wrong with one by itself first: memory is no matter of a model that is not there.
+    check_shares([*others, *shares])
 
 
 def shares_of(model: ModelSettings, workers: Sequence[WorkerSettings]) -> Iterator[Share]:
