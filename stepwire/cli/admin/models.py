@@ -37,7 +37,11 @@ def load_model(
 
     A load that fails changes nothing. It goes on when this command is interrupted.
     """
-    values = dict(map(_pair, settings))
+    values: dict[str, str] = {}
+    for key, value in map(_pair, settings):
+        if key in values:
+            raise click.BadParameter(f"{key} is given twice", param_hint="--set")
+        values[key] = value
     path = os.path.abspath(os.path.expanduser(path))
     with connect(target, admin_key) as client:
         found = client.load_model(path, name=name, workers=workers, settings=values, timeout=timeout)

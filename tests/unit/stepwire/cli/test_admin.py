@@ -179,3 +179,5 @@ def test_models_are_loaded_and_unloaded(
     ]
     done = run_command("admin", "load-model", "/m/b", "--set", "tp")
     assert (done.exit_code, "'tp' is not KEY=VALUE" in done.stderr) == (2, True)
+    done = run_command("admin", "load-model", "/m/b", "--set", "max-num-seqs=1", "--set", "max_num_seqs=2")
+    assert (done.exit_code, "max_num_seqs is given twice" in done.stderr) == (2, True)
