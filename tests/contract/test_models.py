@@ -1,6 +1,7 @@
 """Several models behind one door: routed by name, loaded and unloaded while others serve, lost one by one."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import generate_latest
 
-from scheduler_service import model_services
+from scheduler_service import model_service, model_services
 from scheduler_service.engine.supervision import Unsupervised
 from stepwire.client.types import ModelState
 from stepwire.rpc.errors import StepwireError
@@ -102,6 +103,26 @@ async def test_each_answers_for_itself(door: SeveralModels) -> None:
     states = [model.state for model in (await door.stub.ListModels(pb.ListModelsRequest())).models]
     assert states == [pb.MODEL_STATE_READY, pb.MODEL_STATE_SLEEPING]
     await check_whole(begin(door, "a"))
+
+
+async def test_text_is_made_ready_while_workers_are(
+    door: SeveralModels, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm #34956: what could be done at the same time was done one after the other."""
+    made, load_text_side = threading.Event(), model_service._load_text_side
+
+    def noted(*arguments: Any) -> Any:
+        text = load_text_side(*arguments)
+        made.set()
+        return text
+
+    monkeypatch.setattr(model_service, "_load_text_side", noted)
+    door.worker("idle").device_gate.clear()
+    started = asyncio.create_task(load(door, checkpoint, "c"))
+    await until(made.is_set)
+    assert not started.done()
+    door.worker("idle").device_gate.set()
+    assert (await started).name == "c"
 
 
 async def test_an_unknown_name_is_refused_naming_those_that_there_are(door: SeveralModels) -> None:

@@ -238,12 +238,17 @@ async def test_a_worker_taken_while_it_was_away_fences_this_one_off() -> None:
 
 
 async def test_requests_fail_with_the_cause_when_the_restart_budget_is_spent() -> None:
-    async with streaming(2, restart_budget=2) as (scheduler, streams):
+    """TGI #3317: all that a user was told of a shard that had crashed was that a connection failed."""
+    supervisor = Supervisor()
+    async with streaming(2, restart_budget=2, supervision=supervisor) as (scheduler, streams):
+        supervisor.ends[scheduler.worker.process_id] = ProcessEnd(-9, "worker 0 was killed by SIGKILL")
         scheduler.worker.failures["LoadModel"] = StepwireError("CHECKPOINT_INVALID", "the file is gone", {"file": "f"})
         await scheduler.worker_server.replace()
         for stream in streams:
             with pytest.raises(StepwireError, match="the file is gone") as caught:
                 await asyncio.wait_for(stream.task, 60)
+            assert f"rank 0 at {scheduler.worker_server.address} on host fakehost" in caught.value.message
+            assert "worker 0 was killed by SIGKILL" in caught.value.message
             assert caught.value.metadata["file"] == "f"
             assert caught.value.metadata["rank"] == "0"
         assert scheduler.worker.calls.count("LoadModel") == 4
