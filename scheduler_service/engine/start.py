@@ -208,8 +208,8 @@ class GroupStarter:
             except StepwireError as error:
                 if error.reason not in _NOT_YET_THERE:
                     raise
-                if self.supervision.is_gone(rank.port.address):
-                    text = f"the worker at {rank.port.address} ended too often and is not started again"
+                if why := self.supervision.why_gone(self._names[rank.rank]):
+                    text = f"the worker at {rank.port.address} is not started again: {why}"
                     raise StepwireError("WORKER_FAILED", text, error.metadata) from error
                 if time.monotonic() > deadline:
                     raise StepwireError(

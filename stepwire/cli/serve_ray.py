@@ -10,6 +10,7 @@ from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import CommandError, SettingsError
 from stepwire.cli.serve_plan import child_spec, log_path, plan, settings_variables, worker_at
 from stepwire.cli.settings_options import Settings
+from stepwire.placement.head import Head
 from stepwire.placement.place import Place
 from stepwire.supervisor.child import ChildSpec
 from stepwire.supervisor.settings import SupervisorSettings
@@ -23,8 +24,9 @@ def workers_on_ray(
     asked: SchedulerSettings,
     worker: WorkerSettings,
     supervisor: SupervisorSettings,
-) -> Iterator[tuple[SchedulerSettings, Sequence[ChildSpec]]]:
-    """A place for each worker, held until this is left: the scheduler's settings, and how to start the workers.
+) -> Iterator[tuple[SchedulerSettings, Sequence[ChildSpec], Head]]:
+    """A place for each worker, held until this is left: the scheduler's settings, how to start the workers, and the
+    cluster's head.
 
     `asked`, `worker` and `supervisor` are the settings of the scheduler, of any worker and of the supervisor, before
     there are places.
@@ -34,7 +36,7 @@ def workers_on_ray(
     if settings.each_model[0] is not settings:
         raise SettingsError("models are several, and --placement ray places the workers of one: set --placement local")
     try:
-        from stepwire.placement.ray import RayLauncher, RayWish, placed_on_ray
+        from stepwire.placement.ray import RayLauncher, RayWish, head, placed_on_ray
     except ImportError as error:
         raise CommandError(f"{error}: install Ray with `pip install 'stepwire[ray]'`") from error
     wish = RayWish(
@@ -65,6 +67,7 @@ def workers_on_ray(
                 )
                 for rank, each in enumerate(placed)
             ],
+            head(),
         )
 
 

@@ -20,6 +20,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, Ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from stepwire.placement.head import Head, ray_limit_s
 from stepwire.placement.place import Place, PlacementError
 from stepwire.placement.rank_actor import Launch, RankActor
 from stepwire.supervisor.child import ChildSpec
@@ -207,6 +208,12 @@ class RayProcess:
             self._text = f"{name} did not answer and was killed"
         self.status = status
         return int(status)
+
+
+def head() -> Head:
+    """The head of the cluster that was joined."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    return Head(host.strip("[]"), int(port), ray_limit_s())
 
 
 def _connect(address: str) -> None:

@@ -133,3 +133,30 @@ async def test_a_rank_whose_node_is_lost_goes_on_at_another(model: Path, tmp_pat
             assert_whole(streams, expected)
         await until(lambda: "worker_moved" in server.output, 90)
         assert server.model().state is ModelState.READY
+
+
+@pytest.mark.full
+async def test_without_its_head_streams_go_on_and_all_ends_in_order_before_ray_ends_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of the cluster's nodes too; a minute by default.
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "40")
+    with ray_cluster(2) as cluster, serve(model, tmp_path, *flags(cluster, "--tp=2")) as server:
+        async with AsyncClient(server.target, resume_s=0) as client:
+            expected = await undisturbed(client, JOBS)
+            streams = await follow(client)
+            cluster.lose_head()
+            await finished(streams, within_s=60)
+            assert_whole(streams, expected)
+            told = f"the head of the Ray cluster at {cluster.address} does not answer: streams go on"
+            await until(lambda: told in server.output, 10)
+            assert len((await client.complete("abc", max_tokens=5, ignore_eos=True)).token_ids) == 5
+            os.kill(workers(cluster)[cluster.hosts[1]].pid, signal.SIGKILL)
+            (late,) = [FollowedStream(client, Job("abc", 20))]
+            await finished([late], within_s=60)
+            assert late.error is not None
+            assert late.error.reason == "WORKER_FAILED"
+            assert "is not started again: the head of the Ray cluster" in late.error.message
+        assert await asyncio.to_thread(server.process.wait, 30) == 1
+        assert f"{cluster.address} has not answered for" in server.output
+        assert "start the cluster anew" in server.output

@@ -317,6 +317,7 @@ async def test_a_worker_that_ends_again_and_again_is_the_end_of_its_own_group_al
     (tmp_path / "other.exit").write_text("9")
     await stack.supervisor.add_workers([stack.other()])
     await until(lambda: any('"gone": "127.0.0.1:9"' in note for note in stack.notes("scheduler")))
+    assert any('"text": "it ends again and again"' in note for note in stack.notes("scheduler"))
     assert "it is not started again" in stack.lines[-1]
     assert len(stack.pids("other")) == 2
     assert not stack.run.done()
