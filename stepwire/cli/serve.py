@@ -40,11 +40,11 @@ def serve_here(settings: Settings) -> int:
 def _serve_found(settings: Settings, found: Sequence[Mapping[str, object]], started: float) -> int:
     scheduler, workers, supervisor = plan(settings, found)
     check_free(scheduler.host, scheduler.port)
-    check_models(scheduler.all_models, workers)
+    check_models(scheduler.all_models, workers, are_here=supervisor.placement == "local")
     if supervisor.placement == "ray":
         from stepwire.cli.serve_ray import workers_on_ray
 
-        with workers_on_ray(settings, found, scheduler, workers[0], supervisor) as (scheduler, specs, head):
+        with workers_on_ray(settings, found, scheduler, workers, supervisor) as (scheduler, specs, head):
             for spec in specs:
                 _say(f"{spec.name} at {spec.address} logs to {spec.log_path}")
             return _supervise(Fleet(settings, scheduler, supervisor, Path(), _say), scheduler, specs, started, head)

@@ -40,10 +40,8 @@ _MOST_CALLS = 16
 
 @dataclass(frozen=True, slots=True)
 class RayWish:
-    """What is to be placed: groups of ranks, each rank with `resources` of its node, such as one GPU."""
+    """What is to be placed for one model: groups of ranks, each rank with `resources` of its node, such as one GPU."""
 
-    address: str
-    strategy: str
     num_groups: int
     group_size: int
     resources: Mapping[str, float]
@@ -60,23 +58,28 @@ class PlacedActor:
 
 
 @contextmanager
-def placed_on_ray(wish: RayWish, *, evicts: bool) -> Iterator[Sequence[PlacedActor]]:
-    """One actor a rank, group by group; leaving ends them, and gives the placement groups back.
+def placed_on_ray(
+    address: str, strategy: str, wishes: Sequence[RayWish], *, evicts: bool
+) -> Iterator[Sequence[PlacedActor]]:
+    """One actor a rank, model by model and group by group, in the cluster whose head is at `address`; leaving ends
+    them, and gives the placement groups back.
 
     With `evicts` the weights that killed workers left on their nodes are dropped then. Raises PlacementError.
     """
-    _connect(wish.address)
+    _connect(address)
     try:
         groups = [
-            placement_group([dict(wish.resources)] * wish.group_size, strategy=wish.strategy)
+            (wish, placement_group([dict(wish.resources)] * wish.group_size, strategy=strategy))
+            for wish in wishes
             for _ in range(wish.num_groups)
         ]
-        deadline = time.monotonic() + wish.timeout_s
-        if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
-            raise PlacementError(_no_room(wish))
-        actors = [_actor(wish, group, index) for group in groups for index in range(wish.group_size)]
+        began = time.monotonic()
+        for wish, group in groups:
+            if not group.wait(max(0.0, began + wish.timeout_s - time.monotonic())):
+                raise PlacementError(_no_room(wish, strategy))
+        actors = [_actor(wish, group, index) for wish, group in groups for index in range(wish.group_size)]
         try:
-            placed = ray.get([actor.place.remote(0) for actor in actors], timeout=wish.timeout_s)
+            placed = ray.get([actor.place.remote(0) for actor in actors], timeout=max(w.timeout_s for w in wishes))
         except RayError as error:
             raise PlacementError(_no_actor(error)) from error
         yield [
@@ -86,7 +89,7 @@ def placed_on_ray(wish: RayWish, *, evicts: bool) -> Iterator[Sequence[PlacedAct
         if evicts:
             with suppress(RayError):
                 ray.get([actor.evict.remote() for actor in actors], timeout=_EVICT_TIMEOUT_S)
-        for group in groups:
+        for _, group in groups:
             remove_placement_group(group)
     finally:
         ray.shutdown()
@@ -261,12 +264,12 @@ def _actor(wish: RayWish, group: Any, index: int) -> Any:
     )
 
 
-def _no_room(wish: RayWish) -> str:
+def _no_room(wish: RayWish, strategy: str) -> str:
     free = {name: amount for name, amount in ray.available_resources().items() if name in wish.resources}
     groups = f"{wish.num_groups} groups of {wish.group_size}" if wish.num_groups > 1 else f"{wish.group_size}"
     return (
         f"the Ray cluster has no room for {groups} workers with {dict(wish.resources)} each, placed by "
-        f"{wish.strategy}, within {wish.timeout_s:g} s (worker_timeout); free on {len(ray.nodes())} nodes together: "
+        f"{strategy}, within {wish.timeout_s:g} s (worker_timeout); free on {len(ray.nodes())} nodes together: "
         f"{free}; add nodes, ask for less, or choose another --ray-strategy"
     )
 
