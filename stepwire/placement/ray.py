@@ -11,8 +11,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -48,11 +48,31 @@ class RayWish:
     timeout_s: float
 
 
+class PlacedGroup:
+    """A placement group of Ray's with `num_ranks` actors in it. Calls block on the cluster."""
+
+    def __init__(self, group: Any, num_ranks: int) -> None:
+        self.group = group
+        self._num_left = num_ranks
+
+    def end(self, actor: Any) -> None:
+        """Ends an actor for good; with the last one the group is given back."""
+        ray.kill(actor, no_restart=True)
+        self._num_left -= 1
+        if self._num_left == 0:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """What was kept for its actors is free for others. Harmless when it was given back."""
+        remove_placement_group(self.group)
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedActor:
-    """An actor, and where it is. Its calls are Ray's, and untyped."""
+    """An actor, its group, and where it is. Its calls are Ray's, and untyped."""
 
     actor: Any
+    group: PlacedGroup
     incarnation: str
     place: Place
 
@@ -69,28 +89,34 @@ def placed_on_ray(
     _connect(address)
     try:
         groups = [
-            (wish, placement_group([dict(wish.resources)] * wish.group_size, strategy=strategy))
+            (
+                wish,
+                PlacedGroup(
+                    placement_group([dict(wish.resources)] * wish.group_size, strategy=strategy), wish.group_size
+                ),
+            )
             for wish in wishes
             for _ in range(wish.num_groups)
         ]
         began = time.monotonic()
         for wish, group in groups:
-            if not group.wait(max(0.0, began + wish.timeout_s - time.monotonic())):
+            if not group.group.wait(max(0.0, began + wish.timeout_s - time.monotonic())):
                 raise PlacementError(_no_room(wish, strategy))
-        actors = [_actor(wish, group, index) for wish, group in groups for index in range(wish.group_size)]
+        actors = [(group, _actor(wish, group.group, i)) for wish, group in groups for i in range(wish.group_size)]
         try:
-            placed = ray.get([actor.place.remote(0) for actor in actors], timeout=max(w.timeout_s for w in wishes))
+            placed = ray.get([actor.place.remote(0) for _, actor in actors], timeout=max(w.timeout_s for w in wishes))
         except RayError as error:
             raise PlacementError(_no_actor(error)) from error
         yield [
-            PlacedActor(actor, incarnation, Place(host, port, node))
-            for actor, (incarnation, node, host, port) in zip(actors, placed, strict=True)
+            PlacedActor(actor, group, incarnation, Place(host, port, node))
+            for (group, actor), (incarnation, node, host, port) in zip(actors, placed, strict=True)
         ]
         if evicts:
-            with suppress(RayError):
-                ray.get([actor.evict.remote() for actor in actors], timeout=_EVICT_TIMEOUT_S)
+            # Of those that were ended there is nothing to hear.
+            evictions = [actor.evict.remote() for _, actor in actors]
+            ray.wait(evictions, num_returns=len(evictions), timeout=_EVICT_TIMEOUT_S)
         for _, group in groups:
-            remove_placement_group(group)
+            group.give_back()
     finally:
         ray.shutdown()
 
@@ -126,6 +152,10 @@ class RayLauncher:
         """See Launcher."""
         self._settled.set()
 
+    async def give_back(self) -> None:
+        """See Launcher."""
+        await asyncio.to_thread(self._placed.group.end, self._placed.actor)
+
     async def _start(self, spec: ChildSpec, *, is_first: bool) -> "RayProcess":
         while True:
             if not is_first:
@@ -156,7 +186,7 @@ class RayLauncher:
             except RayError as error:
                 raise OSError(0, _no_actor(error)) from error
             if incarnation != self._placed.incarnation:
-                return PlacedActor(actor, incarnation, Place(host, port, node))
+                return replace(self._placed, incarnation=incarnation, place=Place(host, port, node))
             if time.monotonic() - told_at > _ENDS_WITHIN_S:
                 told_at = time.monotonic()
                 ray.kill(actor, no_restart=False)

@@ -90,6 +90,8 @@ class Supervisor:
         running = [keeper for keeper in keepers if keeper.child is not None and keeper.child.status is None]
         await self._end(running, _WORKER_EXIT_S)
         await self._kill_all(keepers)
+        launchers = [keeper.spec.launcher for keeper in keepers if keeper.spec.launcher is not None]
+        await asyncio.gather(*(launcher.give_back() for launcher in launchers))
         self._workers = [keeper for keeper in self._workers if keeper not in keepers]
         self._leaving.difference_update(keepers)
         for keeper in keepers:

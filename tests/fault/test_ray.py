@@ -182,3 +182,7 @@ async def test_several_models_are_placed_and_one_that_loses_its_worker_is_no_mat
                 assert_whole(each, expected)
             with AdminClient(server.target, key=KEY) as operator:
                 assert sorted(operator.get_state(model=name).epoch for name in "ab") == [1, 2]
+                operator.unload_model("b")
+        # What the other had is free for whoever comes.
+        with serve(model, tmp_path / "other", *flags(cluster)):
+            assert len(workers(cluster)) == 2

@@ -52,7 +52,7 @@ def test_several_models_have_workers_of_their_own(monkeypatch: pytest.MonkeyPatc
     @contextmanager
     def placed(address: str, strategy: str, wishes: Sequence[Any], *, evicts: bool) -> Iterator[Any]:
         asked.extend((address, strategy, wish) for wish in wishes)
-        yield [ray.PlacedActor(None, "first", place) for place in places]
+        yield [ray.PlacedActor(None, None, "first", place) for place in places]
 
     monkeypatch.setattr(ray, "placed_on_ray", placed)
     monkeypatch.setattr(ray, "head", lambda: Head("10.0.0.9", 6379, 60.0))
