@@ -9,6 +9,7 @@ import structlog
 from loader.checkpoint import Checkpoint
 from loader.errors import CheckpointError
 from loader.inspection import Problem
+from loader.sources.cache import Held
 from loader.tokenizer import load_tokenizer
 from scheduler_service.assembly import Assembled, Assembly, ServiceParts
 from scheduler_service.engine.changes import all_or_none
@@ -24,6 +25,7 @@ from scheduler_service.engine.step_tracing import StepTraceRule
 from scheduler_service.engine.template import ChatTemplate
 from scheduler_service.engine.tokens import Tokens
 from scheduler_service.model_settings import ModelSettings
+from scheduler_service.sources import keep
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -47,6 +49,7 @@ class ModelService:
         self._parts = parts
         self._assembly: Assembly | None = None
         self._template: ChatTemplate | None = None
+        self._kept: Held | None = None
 
     @property
     def addresses(self) -> list[str]:
@@ -57,6 +60,7 @@ class ModelService:
     async def start(self) -> None:
         """Makes its workers ready and serves. Raises StepwireError; `leave` is then still to be called."""
         settings, tracer = self.settings, self._parts.tracer
+        self._kept = await keep(settings.path)
         with structlog.contextvars.bound_contextvars(model=settings.name):
             with startup_trace(tracer, settings.path, settings.name):
                 with startup_phase(tracer, PHASE):
@@ -103,12 +107,18 @@ class ModelService:
                 await self._assembly.close()
             self._parts.supervision.end_workers(addresses)
             self._parts.shares.forget(addresses)
+            await self._release_files()
 
     async def close(self) -> None:
         """Ends it and leaves its workers as they are, for another scheduler. Calls must have ended."""
         await self.engine.close()
         if self._assembly is not None:
             await self._assembly.close()
+        await self._release_files()
+
+    async def _release_files(self) -> None:
+        if self._kept is not None:
+            await asyncio.to_thread(self._kept.release)
 
     async def _begin(self, model: ServedModel, assembled: Sequence[Assembled]) -> None:
         """Serves on groups that are ready."""

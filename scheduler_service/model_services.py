@@ -14,6 +14,7 @@ from scheduler_service.engine.refusals import unloading
 from scheduler_service.engine.values import ModelInfo
 from scheduler_service.model_service import ModelService
 from scheduler_service.model_settings import MAX_MODELS, ModelSettings, check_name, name_of
+from scheduler_service.sources import bring, is_elsewhere
 from stepwire.rpc.errors import StepwireError
 
 # For calls that were ended to tell their clients so.
@@ -53,11 +54,12 @@ class ModelServices:
 
     async def load(self, settings: Mapping[str, str], workers: Sequence[str]) -> ModelInfo:
         """Serves one model more: `settings` as texts, `model` and `served_model_name` among them, on idle `workers`, or
-        on such as the supervisor starts.
+        on such as the supervisor starts. A Hub id or a URL is brought here first, beside other changes.
 
-        Raises MODEL_ALREADY_EXISTS, FIELD_INVALID, and what a start fails with: then nothing has changed.
+        Raises MODEL_ALREADY_EXISTS, FIELD_INVALID, and what a download or a start fails with: then nothing has changed.
         """
-        self._check_new(settings)
+        if "served_model_name" in settings or not is_elsewhere(settings["model"]):
+            self._check_new(settings)
         return await self._changes.run(self._load(settings, workers))
 
     async def unload(self, name: str, drain_s: float | None) -> None:
@@ -79,6 +81,16 @@ class ModelServices:
         return service
 
     async def _load(self, settings: Mapping[str, str], workers: Sequence[str]) -> ModelInfo:
+        if not is_elsewhere(settings["model"]):
+            return await self._load_here(settings, workers)
+        found = await bring(settings["model"])
+        try:
+            named = {} if found.name is None else {"served_model_name": found.name}
+            return await self._load_here({**named, **settings, "model": str(found.path)}, workers)
+        finally:
+            await asyncio.to_thread(found.release)
+
+    async def _load_here(self, settings: Mapping[str, str], workers: Sequence[str]) -> ModelInfo:
         async with self._lock:
             self._check_new(settings)
             placed: Mapping[str, Any] = {**settings, "workers": list(workers)}

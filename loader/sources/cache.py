@@ -128,6 +128,17 @@ class ModelCache:
         with acquire(self._root / "locks" / key, Waiting()):
             return self._lease(key) if self._is_whole(key) else None
 
+    def hold_path(self, path: Path) -> Held | None:
+        """Keeps what lies at an absolute path in this cache; None for one elsewhere. Raises CheckpointError."""
+        entries = self._root.absolute() / "entries"
+        if not path.is_relative_to(entries) or path == entries:
+            return None
+        key = path.relative_to(entries).parts[0]
+        if self._is_read_only() or not self._is_whole(key):
+            return None
+        with acquire(self._root / "locks" / key, Waiting()):
+            return self._lease(key) if self._is_whole(key) else None
+
     def entries(self) -> list[Entry]:
         """All models in the cache, the last used first. One that cannot be read is left out."""
         found = []

@@ -47,7 +47,12 @@ class Resolved:
 
 
 def resolve(
-    model: str, *, report: Callable[[str], None], cache: ModelCache | None = None, asking: Asking | None = None
+    model: str,
+    *,
+    report: Callable[[str], None],
+    cancelled: Callable[[], bool] = lambda: False,
+    cache: ModelCache | None = None,
+    asking: Asking | None = None,
 ) -> Resolved:
     """Where `model` lies on this machine, brought here first if need be. Nothing is imported for a local path.
 
@@ -58,7 +63,7 @@ def resolve(
     scheme = model.partition("://")[0].lower() if "://" in model else ""
     if scheme == "file":
         return Resolved(Path(unquote(urlsplit(model).path)))
-    asking = asking or Asking(report, _Progress(report))
+    asking = asking or Asking(report, _Progress(report), cancelled)
     if scheme in ("http", "https"):
         from loader.sources.http import http_model
 
@@ -67,17 +72,23 @@ def resolve(
         from loader.sources.objects import object_model
 
         return _from_source(model, lambda: object_model(model), cache, asking)
-    path = Path(model.removeprefix("hf://"))
-    if not scheme and (_exists(path) or len(path.parts) < 2 or path.is_absolute() or _exists(path.parent)):
-        return Resolved(path)
+    if is_path(model):
+        return Resolved(Path(model))
     from loader.sources.hub import HubId
 
     wanted = HubId.parse(model.removeprefix("hf://"))
     if wanted is None:
         if scheme:
             raise CheckpointError("not_found", f"{model} is no Hub id", _WAYS)
-        return Resolved(path)
+        return Resolved(Path(model))
     return _from_hub(wanted, cache, asking)
+
+
+def is_path(model: str) -> bool:
+    """Whether a path is meant: one that exists, or whose folder does, or that can be no Hub id."""
+    path = Path(model)
+    is_plain = "://" not in model
+    return is_plain and (_exists(path) or len(path.parts) < 2 or path.is_absolute() or _exists(path.parent))
 
 
 class _Progress:
@@ -145,6 +156,12 @@ def _on_this_machine(wanted: "HubId", cache: ModelCache, name: str) -> Resolved 
         return Resolved(snapshot, wanted.short_name)
     held = cache.find(name)
     return None if held is None else Resolved(held.path, wanted.short_name, held)
+
+
+def hold_path(path: Path) -> Held | None:
+    """Keeps what lies at a path of the cache from being evicted; None for a path elsewhere. Raises CheckpointError."""
+    in_cache = path.is_relative_to(default_directory().absolute())
+    return configured_cache().hold_path(path) if in_cache else None
 
 
 def configured_cache() -> ModelCache:

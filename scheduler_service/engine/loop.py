@@ -24,6 +24,7 @@ from scheduler_service.engine.contexts import without_span
 from scheduler_service.engine.detokenize import Detokenizer
 from scheduler_service.engine.ends import already_exists, end_error, ends_workers, queue_full, too_slow
 from scheduler_service.engine.live import LiveRequest
+from scheduler_service.engine.live_requests import LiveRequests
 from scheduler_service.engine.output import Delivery, SequenceText, TextPipeline, Work
 from scheduler_service.engine.stop import StopFinder
 from scheduler_service.engine.values import Output
@@ -67,14 +68,14 @@ class StepLoop:
         self._sink = sink
         self._detokenizer = detokenizer
         self._on_defect = on_defect
+        self.live = LiveRequests()
+        """The requests that live here; nobody else adds or removes any."""
         self._texts: dict[SchedulerSequence, SequenceText] = {}
-        self._live: dict[str, LiveRequest] = {}
         self._results: deque[StepResult] = deque()
         self._is_paused = False
         self._quiet: asyncio.Future[None] | None = None
         self._work: list[Work] = []
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
         self._pipeline = TextPipeline(self._deliver, inline=detokenizer.is_quick)
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -87,11 +88,6 @@ class StepLoop:
     def scheduler(self) -> Scheduler:
         """For its counts; nobody else changes it."""
         return self._scheduler
-
-    @property
-    def num_live(self) -> int:
-        """Requests that live."""
-        return len(self._live)
 
     @property
     def is_alive(self) -> bool:
@@ -132,7 +128,7 @@ class StepLoop:
             live.stream.end()
             return
         # The core may have forgotten one of this id already: its last tokens are still on their way.
-        self.check_id(live.request.request_id)
+        self.live.check_id(live.request.request_id)
         try:
             sequences = self._scheduler.add_request(live.request)
         except NeverFits as error:
@@ -144,7 +140,7 @@ class StepLoop:
             raise already_exists(error) from None
         live.num_live = len(sequences)
         live.loop = self
-        self._live[live.request.request_id] = live
+        self.live.add(live)
         for sequence in sequences:
             text = live.continued.texts.get(sequence.index)
             if text is None:
@@ -164,7 +160,7 @@ class StepLoop:
 
     def end_all(self, error: StepwireError) -> None:
         """Ends every request with an error."""
-        for live in list(self._live.values()):
+        for live in self.live:
             self.end(live, error)
 
     def take_result(self, result: StepResult) -> None:
@@ -173,29 +169,6 @@ class StepLoop:
         self._wake.set()
 
     # Requests that go to another loop.
-
-    def live_requests(self) -> list[LiveRequest]:
-        """All that live here, in the order in which they came."""
-        return list(self._live.values())
-
-    def holds(self, live: LiveRequest) -> bool:
-        """Whether this very request lives here."""
-        return self._live.get(live.request.request_id) is live
-
-    def has(self, request_id: str) -> bool:
-        """Whether a request of this id lives here."""
-        return request_id in self._live
-
-    def check_id(self, request_id: str) -> None:
-        """Raises REQUEST_ALREADY_EXISTS when a request of this id lives here."""
-        if self.has(request_id):
-            raise already_exists(DuplicateRequest(request_id))
-
-    async def wait_idle(self) -> None:
-        """Waits until no request lives here."""
-        if self._live:
-            self._idle.clear()
-            await self._idle.wait()
 
     async def settle(self) -> None:
         """Delivers everything that was answered so far."""
@@ -206,7 +179,7 @@ class StepLoop:
     def withdraw(self, leaving: Sequence[LiveRequest]) -> list["Withdrawn"]:
         """Gives up requests that `can_move`; nothing of them is planned here any more."""
         for live in leaving:
-            self._forget(live)
+            self.live.remove(live)
         withdrawn = self._scheduler.withdraw(live.request.request_id for live in leaving)
         self._wake.set()
         return [Withdrawn(sequences, [self._texts.pop(each) for each in sequences]) for sequences in withdrawn]
@@ -218,12 +191,12 @@ class StepLoop:
 
     def can_adopt(self, live: LiveRequest) -> bool:
         """Whether it may come here: no other one has its id, and it fits the KV cache."""
-        return not self.has(live.request.request_id) and self._scheduler.fits(live.request)
+        return self.live.get(live.request.request_id) is None and self._scheduler.fits(live.request)
 
     def adopt(self, live: LiveRequest, withdrawn: "Withdrawn") -> None:
         """Goes on with a request that another loop gave up, where it was."""
         self._scheduler.adopt(withdrawn.sequences)
-        self._live[live.request.request_id] = live
+        self.live.add(live)
         self._texts.update(zip(withdrawn.sequences, withdrawn.texts, strict=True))
         self._wake.set()
 
@@ -318,7 +291,7 @@ class StepLoop:
     def _note_plan(self, plan: StepPlan) -> None:
         """Writes down who starts, resumes and is preempted with a step."""
         for new in plan.new_sequences:
-            live = self._live.get(new.sequence.request.request_id)
+            live = self.live.get(new.sequence.request.request_id)
             if live is None:
                 continue
             sequence = new.sequence
@@ -334,7 +307,9 @@ class StepLoop:
     def _note_preempted(self, sequence_ids: frozenset[int]) -> None:
         for sequence in self._texts:
             if sequence.sequence_id in sequence_ids:
-                self._live[sequence.request.request_id].trace.preempted(sequence.index)
+                live = self.live.get(sequence.request.request_id)
+                assert live is not None  # it has a sequence whose text is wanted
+                live.trace.preempted(sequence.index)
 
     def _note_events(self, events: Iterable[TokenEvent | PromptEvent | EndEvent]) -> None:
         """Puts what an answer holds for clients behind what is to be made into text."""
@@ -358,7 +333,7 @@ class StepLoop:
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         now = time.monotonic()
         for text, item in deliveries:
-            live = self._live.get(text.sequence.request.request_id)
+            live = self.live.get(text.sequence.request.request_id)
             if live is None or live.request is not text.sequence.request:
                 continue
             if isinstance(item, Output):
@@ -417,10 +392,5 @@ class StepLoop:
     def _close_request(self, live: LiveRequest, error: StepwireError | None) -> None:
         live.is_closed = True
         live.stream.end(error)
-        self._forget(live)
+        self.live.remove(live)
         self._wake.set()
-
-    def _forget(self, live: LiveRequest) -> None:
-        del self._live[live.request.request_id]
-        if not self._live:
-            self._idle.set()

@@ -13,6 +13,7 @@ PHASE = "check"
 # The loader's word for what is wrong -> the reason of the error.
 _REASONS: Mapping[str, str] = {
     "not_found": "CHECKPOINT_NOT_FOUND",
+    "unavailable": "CHECKPOINT_UNAVAILABLE",
     "invalid": "CHECKPOINT_INVALID",
     "unsupported": "CHECKPOINT_UNSUPPORTED",
     "tensor_parallel": "FIELD_INVALID",

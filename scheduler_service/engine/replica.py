@@ -153,7 +153,7 @@ class Replica:
         form go when the other's workers have its grammar.
         """
         await self.loop.settle()
-        leaving = [live for live in self.loop.live_requests() if self._may_leave(live, target, limit)]
+        leaving = [live for live in self.loop.live if self._may_leave(live, target, limit)]
         self._give(target, [live for live in leaving if live.grammar is None])
         moves = (self._move_with(live.grammar, live, target, limit) for live in leaving if live.grammar is not None)
         await asyncio.gather(*moves)
@@ -177,7 +177,7 @@ class Replica:
     def _may_leave(self, live: LiveRequest, target: "Replica", limit: int | None) -> bool:
         """Whether a request lives here, and may go on there."""
         is_movable = target.takes_requests and (limit is None or live.num_moves < limit)
-        return is_movable and self.loop.holds(live) and self.loop.can_move(live) and target.loop.can_adopt(live)
+        return is_movable and live in self.loop.live and self.loop.can_move(live) and target.loop.can_adopt(live)
 
     def _give(self, target: "Replica", leaving: Sequence[LiveRequest]) -> None:
         for live, withdrawn in zip(leaving, self.loop.withdraw(leaving), strict=True):

@@ -91,7 +91,7 @@ class Replicas:
         self._placing.forget(replica)
         if (target := self._other(replica)) is not None:
             await replica.move_all(target)
-        await replica.loop.wait_idle()
+        await replica.loop.live.wait_empty()
         await self._remove(replica)
 
     async def close(self) -> None:
@@ -128,7 +128,7 @@ class Replicas:
             raise not_ready()
         for replica in self._replicas:
             # Wherever it lives: it may be moved.
-            replica.loop.check_id(request.request_id)
+            replica.loop.live.check_id(request.request_id)
         return self._placing.choose(request, places)
 
     async def choose_with(self, grammar: str, live: LiveRequest) -> Replica:

@@ -208,8 +208,8 @@ class GroupStarter:
             except StepwireError as error:
                 if error.reason not in _NOT_YET_THERE:
                     raise
-                if self.supervision.is_gone(rank.port.address):
-                    text = f"the worker at {rank.port.address} ended too often and is not started again"
+                if why := self.supervision.why_gone(self._names[rank.rank]):
+                    text = f"the worker at {rank.port.address} is not started again: {why}"
                     raise StepwireError("WORKER_FAILED", text, error.metadata) from error
                 if time.monotonic() > deadline:
                     raise StepwireError(
@@ -241,18 +241,19 @@ class GroupStarter:
         _log.info("worker_adopted", rank=rank.rank, address=rank.port.address, kept=phase.name.lower())
 
     async def _meet(self) -> None:
-        """Gives every rank its place; those of a group then meet where rank 0 says. Raises StepwireError."""
-        rendezvous, first = "", self._ranks[0]
+        """Gives every rank its device; those of a group then meet where rank 0 says. Raises StepwireError."""
+        rendezvous = ""
         if len(self._ranks) > 1:
-            try:
-                device = await first.port.init_device(self._epoch, self.scheduler_id, first.place, "")
-            except StepwireError as error:
-                raise rank_failed(first, "init_device", error) from error
-            rendezvous = device.rendezvous
+            # Nobody waits for a rank whose process has just begun: its imports may take longer than a collective may.
+            devices = await self._each("init_device", lambda rank: self._device(rank, ""))
+            rendezvous = devices[0].rendezvous
         await self._each("init_device", lambda rank: self._init_device(rank, rendezvous))
 
+    async def _device(self, rank: Rank, rendezvous: str) -> Device:
+        return await rank.port.init_device(self._epoch, self.scheduler_id, rank.place, rendezvous)
+
     async def _init_device(self, rank: Rank, rendezvous: str) -> None:
-        device = await rank.port.init_device(self._epoch, self.scheduler_id, rank.place, rendezvous)
+        device = await self._device(rank, rendezvous)
         self.on_device(rank, device)
         _log.info(
             "device",

@@ -40,8 +40,8 @@ class Supervision(Protocol):
     def serving(self) -> None:
         """Says, before any client can know, that requests are taken: now a worker that ends is to be replaced."""
 
-    def is_gone(self, address: str) -> bool:
-        """Whether it is known that no worker will listen there any more."""
+    def why_gone(self, worker: str) -> str | None:
+        """Why no worker follows the one that the scheduler was told of by the address `worker`; None where one may."""
 
     async def start_workers(self, model: Mapping[str, str]) -> Mapping[str, Any]:
         """Has workers started for one model more, of which `model` holds settings; answers the settings of the whole
@@ -72,10 +72,10 @@ class Unsupervised:
     def serving(self) -> None:
         """Nobody listens."""
 
-    def is_gone(self, address: str) -> bool:
+    def why_gone(self, worker: str) -> str | None:
         """Nobody tells."""
-        del address
-        return False
+        del worker
+        return None
 
     async def start_workers(self, model: Mapping[str, str]) -> Mapping[str, Any]:
         """Nobody starts any."""

@@ -1,7 +1,7 @@
 """Who asks: each tenant's share of the device and the highest priority it may ask for."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stepwire.rpc.errors import StepwireError
@@ -38,8 +38,8 @@ class TenantRules:
 
 def parse_weights(entries: Sequence[str]) -> dict[str, float]:
     """Reads `NAME=WEIGHT` entries. Raises ValueError."""
-    weights = {}
-    for name, text in map(_split, entries):
+    weights: dict[str, float] = {}
+    for name, text in _pairs(entries):
         weights[name] = float(text)
         if not 0 < weights[name] < math.inf:
             raise ValueError(f"the weight of tenant {name!r} must be above 0, not {text}")
@@ -48,8 +48,8 @@ def parse_weights(entries: Sequence[str]) -> dict[str, float]:
 
 def parse_priorities(entries: Sequence[str]) -> dict[str, int]:
     """Reads `NAME=PRIORITY` entries. Raises ValueError."""
-    priorities = {}
-    for name, text in map(_split, entries):
+    priorities: dict[str, int] = {}
+    for name, text in _pairs(entries):
         priorities[name] = int(text)
         if not LOWEST_PRIORITY <= priorities[name] <= HIGHEST_PRIORITY:
             raise ValueError(
@@ -58,8 +58,13 @@ def parse_priorities(entries: Sequence[str]) -> dict[str, int]:
     return priorities
 
 
-def _split(entry: str) -> tuple[str, str]:
-    name, separator, value = entry.rpartition("=")
-    if not separator or not name:
-        raise ValueError(f"{entry!r} is not NAME=VALUE")
-    return name, value
+def _pairs(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
+    named: set[str] = set()
+    for entry in entries:
+        name, separator, value = entry.rpartition("=")
+        if not separator or not name:
+            raise ValueError(f"{entry!r} is not NAME=VALUE")
+        if name in named:
+            raise ValueError(f"{name} is named twice")
+        named.add(name)
+        yield name, value

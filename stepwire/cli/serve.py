@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -15,6 +15,7 @@ from stepwire.cli.health_check import wait_until_serving
 from stepwire.cli.serve_models import Fleet
 from stepwire.cli.serve_plan import LOOPBACK, by_model, check_models, located, plan
 from stepwire.cli.settings_options import Settings
+from stepwire.placement.head import Head
 from stepwire.supervisor.child import ChildSpec
 from stepwire.supervisor.ports import check_free
 from stepwire.supervisor.settings import SupervisorSettings
@@ -39,14 +40,14 @@ def serve_here(settings: Settings) -> int:
 def _serve_found(settings: Settings, found: Sequence[Mapping[str, object]], started: float) -> int:
     scheduler, workers, supervisor = plan(settings, found)
     check_free(scheduler.host, scheduler.port)
-    check_models(scheduler.all_models, workers)
+    check_models(scheduler.all_models, workers, are_here=supervisor.placement == "local")
     if supervisor.placement == "ray":
         from stepwire.cli.serve_ray import workers_on_ray
 
-        with workers_on_ray(settings, found, scheduler, workers[0], supervisor) as (scheduler, specs):
+        with workers_on_ray(settings, found, scheduler, workers, supervisor) as (scheduler, specs, head):
             for spec in specs:
                 _say(f"{spec.name} at {spec.address} logs to {spec.log_path}")
-            return _supervise(Fleet(settings, scheduler, supervisor, Path(), _say), scheduler, specs, started)
+            return _supervise(Fleet(settings, scheduler, supervisor, Path(), _say), scheduler, specs, started, head)
     fleet = Fleet(settings, scheduler, supervisor, _log_dir(supervisor), _say)
     here = [spec for each in by_model(scheduler.all_models, workers) for spec in fleet.worker_specs(*each)]
     try:
@@ -57,7 +58,13 @@ def _serve_found(settings: Settings, found: Sequence[Mapping[str, object]], star
             evict_idle(default_folder())
 
 
-def _supervise(fleet: Fleet, scheduler: SchedulerSettings, workers: Sequence[ChildSpec], started: float) -> int:
+def _supervise(
+    fleet: Fleet,
+    scheduler: SchedulerSettings,
+    workers: Sequence[ChildSpec],
+    started: float,
+    head: Head | None = None,
+) -> int:
     fleet.supervisor = Supervisor(
         fleet.scheduler_spec(),
         workers,
@@ -65,7 +72,18 @@ def _supervise(fleet: Fleet, scheduler: SchedulerSettings, workers: Sequence[Chi
         report=_say,
         on_record=fleet.take,
     )
-    return asyncio.run(fleet.supervisor.run(lambda: _announce(scheduler, started)))
+    return asyncio.run(_run(fleet.supervisor, lambda: _announce(scheduler, started), head))
+
+
+async def _run(supervisor: Supervisor, announce: Callable[[], Awaitable[None]], head: Head | None) -> int:
+    """Ends in order when the head of the cluster that holds the workers is lost."""
+    watch = None if head is None else asyncio.create_task(head.watch(_say, supervisor.stop), name="head")
+    try:
+        return await supervisor.run(announce)
+    finally:
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
 
 
 def _log_dir(supervisor: SupervisorSettings) -> Path:

@@ -31,6 +31,7 @@ from stepwire.supervisor.settings import SupervisorSettings
 from worker_service.settings import WorkerSettings
 
 Model = TypeVar("Model", bound=ModelSettings)
+T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 _MAX_RANKS = 1024
@@ -108,10 +109,8 @@ def scheduler_settings(
     return settings.build(SchedulerSettings, models=models, **fixed)
 
 
-def by_model(
-    models: Iterable[ModelSettings], workers: Iterable[WorkerSettings]
-) -> Iterator[tuple[ModelSettings, list[WorkerSettings]]]:
-    """Each model with its own of the workers, which come model by model."""
+def by_model(models: Iterable[ModelSettings], workers: Iterable[T]) -> Iterator[tuple[ModelSettings, list[T]]]:
+    """Each model with its own of the workers, or of something of each of them, which come model by model."""
     left = iter(workers)
     for model in models:
         yield model, [next(left) for _ in model.workers]
@@ -170,7 +169,12 @@ def worker_at(
         fixed["model_roots"] = _roots(model, scheduler)
     elif count > 1 and settings.raw("device") == "cuda":
         fixed["device"] = f"cuda:{rank}"
-    if num_others and settings.raw("device") == "cpu" and settings.origin("threads").kind == "default":
+    if (
+        num_others
+        and not place.node
+        and settings.raw("device") == "cpu"
+        and settings.origin("threads").kind == "default"
+    ):
         cores, quota = usable_cores()
         fixed["threads"] = max(1, int(cores if quota is None else min(cores, quota)) // (count + num_others))
     if model.adapter and settings.origin("adapter_slots").kind == "default":
@@ -187,28 +191,35 @@ def _roots(model: ModelSettings, scheduler: SchedulerSettings) -> list[str]:
 
 
 def check_models(
-    models: Sequence[ModelSettings], workers: Sequence[WorkerSettings], others: Sequence[Share] = ()
+    models: Sequence[ModelSettings],
+    workers: Sequence[WorkerSettings],
+    others: Sequence[Share] = (),
+    *,
+    are_here: bool = True,
 ) -> None:
     """Holds checkpoints against settings and, of several models, their shares and those of `others` against devices.
 
+    Of workers that are not to be on this machine the devices are known when they are there, and held against then.
     Raises StepwireError naming what is wrong, and who holds what. Blocks on files.
     """
     groups = list(by_model(models, workers))
     shares = [share for model, own in groups for share in shares_of(model, own)]
-    check_shares([*others, *shares])
-    is_shared = len(models) > 1 or bool(others)
+    is_one = len(models) == 1 and not others
     for model, own in groups:
         wish = replace(wish_of(model), kv_cache_bytes=own[0].kv_cache_bytes)
         total = _total_bytes(own[0].device)
-        if is_shared and total is not None and not model.fit_max_model_len:
+        if are_here and not is_one and total is not None and not model.fit_max_model_len:
             part = next(share.part for share in shares if share.model == model.name)
             wish = replace(wish, memory_bytes=max(1, int(part * total)))
         try:
             check_before_start(model.path, wish)
         except StepwireError as error:
-            if not is_shared:
+            if is_one:
                 raise
             raise replace(error, message=f"{model.name}: {error.message}") from error
+    # What is wrong with one by itself first: memory is no matter of a model that is not there.
+    if are_here:
+        check_shares([*others, *shares])
 
 
 def shares_of(model: ModelSettings, workers: Sequence[WorkerSettings]) -> Iterator[Share]:

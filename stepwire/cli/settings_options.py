@@ -41,6 +41,9 @@ _OTHER_VARIABLES = frozenset(
     }
 )
 
+# The kinds of settings that have more than one value.
+_SEVERAL = ("list", "entries")
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -86,7 +89,10 @@ class Settings:
             origin = Origin(source.kind, f"{name} of {place} ({source.name})")
             if name not in self.group.of_each_model:
                 raise SettingsError(f"{origin.name}: {_no_such(name, self.group.of_each_model)}")
-            own[name] = Setting(_convert(self.group.specs[name], value, origin), origin)
+            spec = self.group.specs[name]
+            if isinstance(value, list) and spec.kind not in _SEVERAL and source.kind != "file":
+                raise SettingsError(f"{origin.name}: given {len(value)} times, and it has one value: give it once")
+            own[name] = Setting(_convert(spec, value, origin), origin)
         common = {name: setting for name, setting in self._given.items() if name not in OWN_FIELDS}
         return Settings(self.group, {**common, **own}, place=place)
 
@@ -209,7 +215,9 @@ def _convert(spec: FieldSpec, value: object, origin: Origin) -> object:
         return [item.strip() for part in parts for item in str(part).split(",") if item.strip()]
     if spec.kind == "entries":
         return _entries(spec, value, origin)
-    if isinstance(value, bool) and spec.kind != "switch":
+    if spec.kind == "list" and isinstance(value, list):
+        return value
+    if isinstance(value, list | dict) or (isinstance(value, bool) and spec.kind != "switch"):
         raise SettingsError(_refusal(spec, origin, value))
     if spec.kind == "bytes" and isinstance(value, str):
         try:
@@ -248,7 +256,7 @@ def _option(spec: FieldSpec, *, needs_all: bool) -> Callable[[Callable[..., Any]
         names = f"{spec.flag}/--no-{spec.flag[2:]}"
         return click.option(names, spec.name, default=None, help=help_text)
     metavar = "[" + "|".join(spec.choices) + "]" if spec.choices else spec.kind.upper()
-    multiple = spec.kind in ("list", "entries")
+    multiple = spec.kind in _SEVERAL
     return click.option(spec.flag, spec.name, metavar=metavar, multiple=multiple, help=help_text)
 
 

@@ -27,7 +27,7 @@ class Supervised:
         self._ends: OrderedDict[_Process, ProcessEnd] = OrderedDict()
         self._waiting: list[tuple[_Process, asyncio.AbstractEventLoop, asyncio.Future[ProcessEnd]]] = []
         self._places: dict[str, str] = {}
-        self._gone: set[str] = set()
+        self._gone: dict[str, str] = {}
         self._asked: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[Record]]] = {}
         line.listen(self._hear)
 
@@ -64,9 +64,9 @@ class Supervised:
         """See Supervision."""
         self._line.say({"serving": True})
 
-    def is_gone(self, address: str) -> bool:
+    def why_gone(self, worker: str) -> str | None:
         """See Supervision."""
-        return address in self._gone
+        return self._gone.get(worker)
 
     async def start_workers(self, model: Mapping[str, str]) -> Mapping[str, Any]:
         """See Supervision."""
@@ -89,7 +89,8 @@ class Supervised:
             raise StepwireError(said["reason"], said["error"], said["metadata"])
         placed: Mapping[str, Any] = said["model"]
         # A port may have been that of a worker that is gone.
-        self._gone.difference_update(placed["workers"])
+        for address in placed["workers"]:
+            self._gone.pop(address, None)
         return placed
 
     def end_workers(self, addresses: Sequence[str]) -> None:
@@ -106,7 +107,7 @@ class Supervised:
             with self._lock:
                 self._places[str(record["worker"])] = str(record["is_at"])
         if "gone" in record:
-            self._gone.add(str(record["gone"]))
+            self._gone[str(record["gone"])] = str(record["text"])
         with self._lock:
             asked = self._asked.get(str(record.get("answers")))
         if asked is not None:

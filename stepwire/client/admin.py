@@ -49,7 +49,7 @@ class AdminClient(Closing):
         settings: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> Model:
-        """Serves one model more, from a path of the server's hosts; returns when it serves.
+        """Serves one model more, from a path of the server's hosts, a Hub id or a URL; returns when it serves.
 
         It runs on idle `workers`, host:port by rank, or on such as the server's supervisor starts. `settings` are
         others of the model by name. A call that ends earlier, by `timeout`, stops nothing.

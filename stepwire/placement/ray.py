@@ -11,8 +11,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -20,6 +20,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, Ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from stepwire.placement.head import Head, ray_limit_s
 from stepwire.placement.place import Place, PlacementError
 from stepwire.placement.rank_actor import Launch, RankActor
 from stepwire.supervisor.child import ChildSpec
@@ -39,54 +40,83 @@ _MOST_CALLS = 16
 
 @dataclass(frozen=True, slots=True)
 class RayWish:
-    """What is to be placed: groups of ranks, each rank with `resources` of its node, such as one GPU."""
+    """What is to be placed for one model: groups of ranks, each rank with `resources` of its node, such as one GPU."""
 
-    address: str
-    strategy: str
     num_groups: int
     group_size: int
     resources: Mapping[str, float]
     timeout_s: float
 
 
+class PlacedGroup:
+    """A placement group of Ray's with `num_ranks` actors in it. Calls block on the cluster."""
+
+    def __init__(self, group: Any, num_ranks: int) -> None:
+        self.group = group
+        self._num_left = num_ranks
+
+    def end(self, actor: Any) -> None:
+        """Ends an actor for good; with the last one the group is given back."""
+        ray.kill(actor, no_restart=True)
+        self._num_left -= 1
+        if self._num_left == 0:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """What was kept for its actors is free for others. Harmless when it was given back."""
+        remove_placement_group(self.group)
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedActor:
-    """An actor, and where it is. Its calls are Ray's, and untyped."""
+    """An actor, its group, and where it is. Its calls are Ray's, and untyped."""
 
     actor: Any
+    group: PlacedGroup
     incarnation: str
     place: Place
 
 
 @contextmanager
-def placed_on_ray(wish: RayWish, *, evicts: bool) -> Iterator[Sequence[PlacedActor]]:
-    """One actor a rank, group by group; leaving ends them, and gives the placement groups back.
+def placed_on_ray(
+    address: str, strategy: str, wishes: Sequence[RayWish], *, evicts: bool
+) -> Iterator[Sequence[PlacedActor]]:
+    """One actor a rank, model by model and group by group, in the cluster whose head is at `address`; leaving ends
+    them, and gives the placement groups back.
 
     With `evicts` the weights that killed workers left on their nodes are dropped then. Raises PlacementError.
     """
-    _connect(wish.address)
+    _connect(address)
     try:
         groups = [
-            placement_group([dict(wish.resources)] * wish.group_size, strategy=wish.strategy)
+            (
+                wish,
+                PlacedGroup(
+                    placement_group([dict(wish.resources)] * wish.group_size, strategy=strategy), wish.group_size
+                ),
+            )
+            for wish in wishes
             for _ in range(wish.num_groups)
         ]
-        deadline = time.monotonic() + wish.timeout_s
-        if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
-            raise PlacementError(_no_room(wish))
-        actors = [_actor(wish, group, index) for group in groups for index in range(wish.group_size)]
+        began = time.monotonic()
+        for wish, group in groups:
+            if not group.group.wait(max(0.0, began + wish.timeout_s - time.monotonic())):
+                raise PlacementError(_no_room(wish, strategy))
+        actors = [(group, _actor(wish, group.group, i)) for wish, group in groups for i in range(wish.group_size)]
         try:
-            placed = ray.get([actor.place.remote(0) for actor in actors], timeout=wish.timeout_s)
+            placed = ray.get([actor.place.remote(0) for _, actor in actors], timeout=max(w.timeout_s for w in wishes))
         except RayError as error:
             raise PlacementError(_no_actor(error)) from error
         yield [
-            PlacedActor(actor, incarnation, Place(host, port, node))
-            for actor, (incarnation, node, host, port) in zip(actors, placed, strict=True)
+            PlacedActor(actor, group, incarnation, Place(host, port, node))
+            for (group, actor), (incarnation, node, host, port) in zip(actors, placed, strict=True)
         ]
         if evicts:
-            with suppress(RayError):
-                ray.get([actor.evict.remote() for actor in actors], timeout=_EVICT_TIMEOUT_S)
-        for group in groups:
-            remove_placement_group(group)
+            # Of those that were ended there is nothing to hear.
+            evictions = [actor.evict.remote() for _, actor in actors]
+            ray.wait(evictions, num_returns=len(evictions), timeout=_EVICT_TIMEOUT_S)
+        for _, group in groups:
+            group.give_back()
     finally:
         ray.shutdown()
 
@@ -122,6 +152,10 @@ class RayLauncher:
         """See Launcher."""
         self._settled.set()
 
+    async def give_back(self) -> None:
+        """See Launcher."""
+        await asyncio.to_thread(self._placed.group.end, self._placed.actor)
+
     async def _start(self, spec: ChildSpec, *, is_first: bool) -> "RayProcess":
         while True:
             if not is_first:
@@ -152,7 +186,7 @@ class RayLauncher:
             except RayError as error:
                 raise OSError(0, _no_actor(error)) from error
             if incarnation != self._placed.incarnation:
-                return PlacedActor(actor, incarnation, Place(host, port, node))
+                return replace(self._placed, incarnation=incarnation, place=Place(host, port, node))
             if time.monotonic() - told_at > _ENDS_WITHIN_S:
                 told_at = time.monotonic()
                 ray.kill(actor, no_restart=False)
@@ -209,6 +243,12 @@ class RayProcess:
         return int(status)
 
 
+def head() -> Head:
+    """The head of the cluster that was joined."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    return Head(host.strip("[]"), int(port), ray_limit_s())
+
+
 def _connect(address: str) -> None:
     """Raises PlacementError."""
     # The cluster's own statistics are its operator's; this process adds nothing to them.
@@ -254,12 +294,12 @@ def _actor(wish: RayWish, group: Any, index: int) -> Any:
     )
 
 
-def _no_room(wish: RayWish) -> str:
+def _no_room(wish: RayWish, strategy: str) -> str:
     free = {name: amount for name, amount in ray.available_resources().items() if name in wish.resources}
     groups = f"{wish.num_groups} groups of {wish.group_size}" if wish.num_groups > 1 else f"{wish.group_size}"
     return (
         f"the Ray cluster has no room for {groups} workers with {dict(wish.resources)} each, placed by "
-        f"{wish.strategy}, within {wish.timeout_s:g} s (worker_timeout); free on {len(ray.nodes())} nodes together: "
+        f"{strategy}, within {wish.timeout_s:g} s (worker_timeout); free on {len(ray.nodes())} nodes together: "
         f"{free}; add nodes, ask for less, or choose another --ray-strategy"
     )
 

@@ -1,7 +1,7 @@
 """The line between a child and its supervisor: records as lines of JSON, over the socket that is the child's stdin.
 
 To a child: `go`, which a stand-by waits for; `ended`, which tells a scheduler how a worker's process ended; `gone`,
-that none follows it; and `worker`, which tells it where one `is_at` that it knows by another address. To the
+that none follows it, and why; and `worker`, which tells it where one `is_at` that it knows by another address. To the
 supervisor: `replace`, by which a scheduler gives up a worker that does not answer, and `serving`, which it says before
 any client can know; other records are for whoever made the supervisor.
 """

@@ -55,3 +55,6 @@ class Launcher(Protocol):
 
     def settle(self) -> None:
         """Starts no more: whoever waits for one gets an OSError."""
+
+    async def give_back(self) -> None:
+        """Lets others have the machine, or the part of it, that it kept for its children, which have ended."""

@@ -46,6 +46,7 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
         self._is_ready = False
+        self._is_cut_off = False
         self._over: asyncio.Event = asyncio.Event()
 
     async def run(self, until_ready: Callable[[], Awaitable[None]]) -> int:
@@ -53,7 +54,8 @@ class Supervisor:
 
         `until_ready` runs beside the children; until it has returned, or the scheduler says that it serves, the end of
         one is the end of all. Afterwards a child that ends is replaced.
-        0: ended by a signal, and cleanly. 1: a child ended and was not to be replaced, or could not be ended cleanly.
+        0: ended by a signal, and cleanly. 1: a child ended and was not to be replaced, or could not be ended cleanly;
+        or `stop` was called.
         3, 4: the scheduler's own status, see there. 128 + n: a second signal n.
         """
         with self._signal_handlers():
@@ -88,6 +90,8 @@ class Supervisor:
         running = [keeper for keeper in keepers if keeper.child is not None and keeper.child.status is None]
         await self._end(running, _WORKER_EXIT_S)
         await self._kill_all(keepers)
+        launchers = [keeper.spec.launcher for keeper in keepers if keeper.spec.launcher is not None]
+        await asyncio.gather(*(launcher.give_back() for launcher in launchers))
         self._workers = [keeper for keeper in self._workers if keeper not in keepers]
         self._leaving.difference_update(keepers)
         for keeper in keepers:
@@ -101,6 +105,17 @@ class Supervisor:
         """Says something to the scheduler that runs."""
         if self._scheduler.child is not None:
             self._scheduler.child.say(record)
+
+    def stop(self, reason: str, within_s: float) -> None:
+        """Ends everything in order, as a first signal does, and at once after so many seconds. `run` answers 1 then."""
+        for keeper in self._workers:
+            if keeper.child is None or keeper.child.status is not None:
+                # What waits for it need not wait for the last moment, and is told why.
+                self.tell_scheduler({"gone": keeper.spec.address, "text": reason})
+        self._report(f"{reason}: ending after the requests that run, within {within_s:.0f} s")
+        self._is_cut_off = True
+        self._stop.set()
+        asyncio.get_running_loop().call_later(within_s, self._kill.set)
 
     @property
     def _keepers(self) -> Sequence[Keeper]:
@@ -120,7 +135,7 @@ class Supervisor:
             await asyncio.gather(beside, return_exceptions=True)
         if not self._stop.is_set():
             return await self._report_end()
-        return await self._drain()
+        return await self._drain() or int(self._is_cut_off)
 
     async def _become_ready(self, until_ready: Callable[[], Awaitable[None]]) -> None:
         await until_ready()
@@ -137,8 +152,9 @@ class Supervisor:
             is_final = keeper is self._scheduler and status in _FINAL_STATUSES
             may_go_on = self._is_ready and not is_final and keeper.may_go_on
             if not may_go_on and self._is_ready and self._is_of_one_group(keeper):
-                self._report(f"{child.describe_end()}; it is not started again, since it ends again and again")
-                self.tell_scheduler({"gone": keeper.spec.address})
+                why = "it ends again and again"
+                self._report(f"{child.describe_end()}; it is not started again, since {why}")
+                self.tell_scheduler({"gone": keeper.spec.address, "text": why})
                 return
             if not may_go_on:
                 self._over.set()
@@ -209,7 +225,7 @@ class Supervisor:
             await self._settle(keepers)
             status |= await self._end(keepers, limit_s)
             if self._kill.is_set():
-                return 128 + self._signals[-1]
+                return 128 + self._signals[-1] if self._signals else 1
         return status
 
     async def _settle(self, keepers: Sequence[Keeper]) -> None:

@@ -125,7 +125,8 @@ class AdminServiceLoadModelRequest(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Absolute path of the checkpoint on the hosts of scheduler and workers: a directory or a GGUF file. It lies below the
-    scheduler's model_roots, where those are set, and below the workers'.
+    scheduler's model_roots, where those are set, and below the workers'. Where the scheduler may load anything it may
+    also be a Hub id (org/name[@revision]) or a URL: that is brought into the scheduler's cache first.
     """
     name: _builtins.str
     """The name that requests use; the last part of the path when empty. One that is taken is ALREADY_EXISTS."""

@@ -106,6 +106,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A form of output takes too much time or memory to compile, or to follow. INVALID_ARGUMENT."""
     ERROR_REASON_GRAMMARS_FULL: _ErrorReason.ValueType  # 32
     """Live requests use as many different forms of output as there may be. RESOURCE_EXHAUSTED."""
+    ERROR_REASON_CHECKPOINT_UNAVAILABLE: _ErrorReason.ValueType  # 49
+    """The checkpoint is elsewhere, and network, source, lock or disk do not let it come. UNAVAILABLE."""
     ERROR_REASON_MODEL_ALREADY_EXISTS: _ErrorReason.ValueType  # 48
     """A model of this name is served already. ALREADY_EXISTS."""
 
@@ -200,6 +202,8 @@ ERROR_REASON_GRAMMAR_TOO_COMPLEX: ErrorReason.ValueType  # 31
 """A form of output takes too much time or memory to compile, or to follow. INVALID_ARGUMENT."""
 ERROR_REASON_GRAMMARS_FULL: ErrorReason.ValueType  # 32
 """Live requests use as many different forms of output as there may be. RESOURCE_EXHAUSTED."""
+ERROR_REASON_CHECKPOINT_UNAVAILABLE: ErrorReason.ValueType  # 49
+"""The checkpoint is elsewhere, and network, source, lock or disk do not let it come. UNAVAILABLE."""
 ERROR_REASON_MODEL_ALREADY_EXISTS: ErrorReason.ValueType  # 48
 """A model of this name is served already. ALREADY_EXISTS."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -107,8 +107,8 @@ class InitDeviceRequest(_message.Message):
     pipeline_parallel_size: _builtins.int
     """Number of pipeline-parallel ranks."""
     rendezvous: _builtins.str
-    """Where the ranks of the group meet, host:port, as rank 0 answered. Empty in the call that rank 0 is to answer with
-    it, and for a group of one.
+    """Where the ranks of the group meet, host:port, as rank 0 answered. Empty in the first call of an epoch, and for a
+    group of one.
     """
     def __init__(
         self,
@@ -157,7 +157,9 @@ class InitDeviceResponse(_message.Message):
     process_id: _builtins.int
     """The worker's process id."""
     rendezvous: _builtins.str
-    """Where the ranks of the group meet, host:port; empty for a group of one."""
+    """Where the ranks of the group meet, host:port; empty for a group of one, and of other ranks than 0 before they
+    have met.
+    """
     device_id: _builtins.str
     """Names the device itself, alike for all workers that share its memory; empty for one that nobody else can have."""
     memory_limit_bytes: _builtins.int

@@ -130,9 +130,10 @@ class WorkerServiceServicer:
     """
 
     def InitDevice(self, request, context):
-        """Selects the device and takes the worker into a new epoch. Seconds at most. In a group of more than one rank, rank
-        0 is called first, without `rendezvous`: it binds a port and answers where. Then all ranks are called with it, at
-        the same time, and join their process group. A worker that was reset to PHASE_LOADED keeps weights and phase.
+        """Selects the device and takes the worker into a new epoch. Seconds at most. In a group of more than one rank, all
+        are called without `rendezvous` first: rank 0 binds a port and answers where. Once each has its device all are
+        called with it, at the same time, and join their process group. A worker that was reset to PHASE_LOADED keeps
+        weights and phase.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

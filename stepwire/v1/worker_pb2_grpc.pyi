@@ -39,9 +39,10 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     InitDevice: _grpc.UnaryUnaryMultiCallable[_worker_pb2.InitDeviceRequest, _worker_pb2.InitDeviceResponse]
-    """Selects the device and takes the worker into a new epoch. Seconds at most. In a group of more than one rank, rank
-    0 is called first, without `rendezvous`: it binds a port and answers where. Then all ranks are called with it, at
-    the same time, and join their process group. A worker that was reset to PHASE_LOADED keeps weights and phase.
+    """Selects the device and takes the worker into a new epoch. Seconds at most. In a group of more than one rank, all
+    are called without `rendezvous` first: rank 0 binds a port and answers where. Once each has its device all are
+    called with it, at the same time, and join their process group. A worker that was reset to PHASE_LOADED keeps
+    weights and phase.
     """
     LoadModel: _grpc.UnaryStreamMultiCallable[_worker_pb2.LoadModelRequest, _worker_pb2.LoadModelResponse]
     """Loads this rank's shard. Streams progress at most ten times a second; the last
@@ -114,9 +115,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     InitDevice: _aio.UnaryUnaryMultiCallable[_worker_pb2.InitDeviceRequest, _worker_pb2.InitDeviceResponse]  # type: ignore[assignment]
-    """Selects the device and takes the worker into a new epoch. Seconds at most. In a group of more than one rank, rank
-    0 is called first, without `rendezvous`: it binds a port and answers where. Then all ranks are called with it, at
-    the same time, and join their process group. A worker that was reset to PHASE_LOADED keeps weights and phase.
+    """Selects the device and takes the worker into a new epoch. Seconds at most. In a group of more than one rank, all
+    are called without `rendezvous` first: rank 0 binds a port and answers where. Once each has its device all are
+    called with it, at the same time, and join their process group. A worker that was reset to PHASE_LOADED keeps
+    weights and phase.
     """
     LoadModel: _aio.UnaryStreamMultiCallable[_worker_pb2.LoadModelRequest, _worker_pb2.LoadModelResponse]  # type: ignore[assignment]
     """Loads this rank's shard. Streams progress at most ten times a second; the last
@@ -192,9 +194,10 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.InitDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.InitDeviceResponse, _abc.Awaitable[_worker_pb2.InitDeviceResponse]]:
-        """Selects the device and takes the worker into a new epoch. Seconds at most. In a group of more than one rank, rank
-        0 is called first, without `rendezvous`: it binds a port and answers where. Then all ranks are called with it, at
-        the same time, and join their process group. A worker that was reset to PHASE_LOADED keeps weights and phase.
+        """Selects the device and takes the worker into a new epoch. Seconds at most. In a group of more than one rank, all
+        are called without `rendezvous` first: rank 0 binds a port and answers where. Once each has its device all are
+        called with it, at the same time, and join their process group. A worker that was reset to PHASE_LOADED keeps
+        weights and phase.
         """
 
     @_abc_1.abstractmethod

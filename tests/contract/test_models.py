@@ -1,7 +1,8 @@
 """Several models behind one door: routed by name, loaded and unloaded while others serve, lost one by one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import generate_latest
 
-from scheduler_service import model_services
+from loader.sources.cache import ModelCache
+from scheduler_service import model_service, model_services
 from scheduler_service.engine.supervision import Unsupervised
 from stepwire.client.types import ModelState
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import inference_pb2 as pb
 from tests.support.fake_worker import expected_tokens, letter_ids
+from tests.support.file_server import FileServer, serve_files
 from tests.support.scheduler_server import tokens_of, until
 from tests.support.several_models import SeveralModels, several_models
 from tests.support.tiny_checkpoint import make_tiny_llama, tiny_tokenizer
@@ -36,6 +39,15 @@ async def door(checkpoint: Path) -> AsyncIterator[SeveralModels]:
     """Two models, and an idle worker."""
     async with several_models(checkpoint, ["a", "b"], idle=["idle"], **LIMITS) as running:
         yield running
+
+
+@pytest.fixture
+def elsewhere(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    """Serves the model over HTTP; the cache is in `tmp_path`."""
+    monkeypatch.setenv("STEPWIRE_CACHE", str(tmp_path))
+    with serve_files() as server:
+        server.files = {f"/m/tiny/{path.name}": path.read_bytes() for path in checkpoint.iterdir()}
+        yield server
 
 
 def sampling(num_tokens: int = NUM_TOKENS) -> pb.SamplingParams:
@@ -102,6 +114,70 @@ async def test_each_answers_for_itself(door: SeveralModels) -> None:
     states = [model.state for model in (await door.stub.ListModels(pb.ListModelsRequest())).models]
     assert states == [pb.MODEL_STATE_READY, pb.MODEL_STATE_SLEEPING]
     await check_whole(begin(door, "a"))
+
+
+async def test_a_model_from_elsewhere_is_brought_here_and_kept_while_it_is_served(
+    door: SeveralModels, elsewhere: FileServer, tmp_path: Path
+) -> None:
+    url, address = f"{elsewhere.url}/m/tiny", door.workers["idle"].address
+    made = await door.operate(lambda client: client.load_model(url, workers=[address]))
+    assert made.name == "tiny"
+    (entry,) = ModelCache(tmp_path).entries()
+    assert (entry.url, entry.in_use) == (url, True)
+    await check_whole(begin(door, "tiny"))
+    await unload(door, "tiny")
+    (entry,) = ModelCache(tmp_path).entries()
+    assert not entry.in_use
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"), [("", "CHECKPOINT_NOT_FOUND"), ("http://127.0.0.1:1", "CHECKPOINT_UNAVAILABLE")]
+)
+async def test_a_model_that_does_not_come_changes_nothing(
+    door: SeveralModels, elsewhere: FileServer, server: str, reason: str
+) -> None:
+    url = f"{server or elsewhere.url}/m/none"
+    with pytest.raises(StepwireError) as caught:
+        await door.operate(lambda client: client.load_model(url, workers=["h:1"]))
+    assert (caught.value.reason, caught.value.metadata["phase"]) == (reason, "fetch")
+    assert await served(door) == ["a", "b"]
+
+
+async def test_other_models_come_and_go_while_one_is_brought_here(door: SeveralModels, elsewhere: FileServer) -> None:
+    elsewhere.stall_after["model.safetensors"] = 100
+    url, address = f"{elsewhere.url}/m/tiny", door.workers["idle"].address
+    call = asyncio.create_task(door.operate(lambda client: client.load_model(url, workers=[address])))
+    await until(elsewhere.stalled.is_set)
+    await unload(door, "b")
+    elsewhere.go_on.set()
+    assert (await call).name == "tiny"
+
+
+@pytest.mark.parametrize("path", ["tiny", "file:///m/tiny", "m/\0"])
+async def test_what_names_no_model_is_refused(door: SeveralModels, path: str) -> None:
+    with pytest.raises(StepwireError) as caught:
+        await door.operate(lambda client: client.load_model(path, workers=["h:1"]))
+    assert (caught.value.reason, caught.value.metadata["field"]) == ("FIELD_INVALID", "path")
+
+
+async def test_text_is_made_ready_while_workers_are(
+    door: SeveralModels, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm #34956: what could be done at the same time was done one after the other."""
+    made, load_text_side = threading.Event(), model_service._load_text_side
+
+    def noted(*arguments: Any) -> Any:
+        text = load_text_side(*arguments)
+        made.set()
+        return text
+
+    monkeypatch.setattr(model_service, "_load_text_side", noted)
+    door.worker("idle").device_gate.clear()
+    started = asyncio.create_task(load(door, checkpoint, "c"))
+    await until(made.is_set)
+    assert not started.done()
+    door.worker("idle").device_gate.set()
+    assert (await started).name == "c"
 
 
 async def test_an_unknown_name_is_refused_naming_those_that_there_are(door: SeveralModels) -> None:

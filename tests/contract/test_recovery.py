@@ -28,6 +28,7 @@ class Supervisor(Unsupervised):
         self.ends: dict[int, ProcessEnd] = {}
         self.asked: list[tuple[str, int]] = []
         self.places: dict[str, str] = {}
+        self.gone: dict[str, str] = {}
 
     async def end_of(self, address: str, process_id: int, timeout_s: float) -> ProcessEnd | None:
         return self.ends.get(process_id)
@@ -37,6 +38,9 @@ class Supervisor(Unsupervised):
 
     def place_of(self, worker: str) -> str:
         return self.places.get(worker, worker)
+
+    def why_gone(self, worker: str) -> str | None:
+        return self.gone.get(worker)
 
 
 class Observer:
@@ -168,16 +172,27 @@ async def test_the_log_has_one_error_with_the_root_cause(capsys: pytest.CaptureF
 
 
 async def test_a_defect_of_the_recovery_ends_requests_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: object, address: str) -> bool:
-        raise LookupError(address)
+    def fails(_: object, worker: str) -> str | None:
+        raise LookupError(worker)
 
     supervisor = Supervisor()
-    monkeypatch.setattr(Supervisor, "is_gone", fails)
+    monkeypatch.setattr(Supervisor, "why_gone", fails)
     async with streaming(1, supervision=supervisor) as (scheduler, streams):
         await scheduler.worker_server.kill()
         with pytest.raises(StepwireError, match="the recovery failed: LookupError"):
             await streams[0].check()
         assert not scheduler.engine.is_healthy
+
+
+async def test_a_worker_that_is_not_started_again_is_told_with_the_reason() -> None:
+    supervisor = Supervisor()
+    async with streaming(1, supervision=supervisor) as (scheduler, streams):
+        await scheduler.worker_server.kill()
+        await until(lambda: scheduler.engine.model_info().state == "recovering")
+        supervisor.gone[scheduler.worker_server.address] = "the machine is lost"
+        with pytest.raises(StepwireError, match="is not started again: the machine is lost") as caught:
+            await streams[0].check()
+        assert (caught.value.reason, caught.value.retry_after_s) == ("WORKER_FAILED", None)
 
 
 async def test_a_hung_step_asks_for_another_process_and_goes_on() -> None:
@@ -238,12 +253,17 @@ async def test_a_worker_taken_while_it_was_away_fences_this_one_off() -> None:
 
 
 async def test_requests_fail_with_the_cause_when_the_restart_budget_is_spent() -> None:
-    async with streaming(2, restart_budget=2) as (scheduler, streams):
+    """TGI #3317: all that a user was told of a shard that had crashed was that a connection failed."""
+    supervisor = Supervisor()
+    async with streaming(2, restart_budget=2, supervision=supervisor) as (scheduler, streams):
+        supervisor.ends[scheduler.worker.process_id] = ProcessEnd(-9, "worker 0 was killed by SIGKILL")
         scheduler.worker.failures["LoadModel"] = StepwireError("CHECKPOINT_INVALID", "the file is gone", {"file": "f"})
         await scheduler.worker_server.replace()
         for stream in streams:
             with pytest.raises(StepwireError, match="the file is gone") as caught:
                 await asyncio.wait_for(stream.task, 60)
+            assert f"rank 0 at {scheduler.worker_server.address} on host fakehost" in caught.value.message
+            assert "worker 0 was killed by SIGKILL" in caught.value.message
             assert caught.value.metadata["file"] == "f"
             assert caught.value.metadata["rank"] == "0"
         assert scheduler.worker.calls.count("LoadModel") == 4

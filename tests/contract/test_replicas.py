@@ -112,7 +112,7 @@ async def test_requests_wait_for_whichever_replica_recovers_first(two: RunningSc
     await back.start()
     for stream in streams:
         await stream.check()
-    assert lost.loop.num_live == 0
+    assert len(lost.loop.live) == 0
 
 
 async def test_who_waits_for_its_form_to_compile_goes_on_where_it_can(two: RunningScheduler) -> None:

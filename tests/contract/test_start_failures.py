@@ -1,4 +1,4 @@
-"""Starts that fail on one of several ranks: one error, with everything its rank said, and the others stop."""
+"""Starts of several ranks that meet, or fail on one: one error, with everything it said, and the others stop."""
 
 import asyncio
 import time
@@ -11,6 +11,7 @@ from scheduler_service.engine.start import GroupStarter
 from scheduler_service.rpc.worker_client import WorkerClient
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry.trace import get_tracer
+from stepwire.v1 import worker_pb2
 from tests.support.fake_worker import FakeWorker, FakeWorkerServer
 from tests.support.scheduler_server import start_plan, until
 
@@ -105,6 +106,20 @@ async def test_a_rank_that_fails_in_a_phase_is_named_and_not_those_that_waited_f
             await starter.start()
         error = caught.value
         assert (error.reason, error.metadata["phase"], error.metadata["rank"]) == ("OUT_OF_MEMORY", phase, str(failing))
+
+
+async def test_no_rank_waits_for_one_whose_process_has_just_begun() -> None:
+    """The imports of that one may take longer than a collective may: one kill then cost several epochs."""
+    async with two_ranks() as (workers, starter):
+        early, late = workers
+        late.device_gate.clear()
+        task = asyncio.create_task(starter.start())
+        await until(lambda: early.phase == worker_pb2.PHASE_INITIALISED and late.meetings != [])
+        assert early.meetings == [""]
+        late.device_gate.set()
+        started = await asyncio.wait_for(task, 30)
+        assert early.meetings == late.meetings == ["", "fake:1"]
+        assert started.epoch == 1
 
 
 async def test_a_rank_that_lost_a_silent_one_says_so() -> None:

@@ -438,6 +438,7 @@ async def test_a_cluster_key_guards_every_call() -> None:
 
 
 async def test_a_worker_without_a_scheduler_ends_when_told_to() -> None:
+    """vllm #32136: nodes without the one that led them never ended."""
     async with running_worker(scheduler_timeout=0.05) as worker:
         assert await asyncio.wait_for(worker.worker.wait(), 10) is ExitCode.NO_SCHEDULER
 

@@ -51,11 +51,20 @@ async def test_no_rank_measures_before_its_group_has_met() -> None:
         assert "InitDevice" in error.message
 
 
-async def test_other_ranks_must_be_told_where_and_a_group_of_one_must_not() -> None:
+async def test_other_ranks_have_their_devices_before_they_are_told_where() -> None:
     async with running_worker() as worker:
-        for call in (worker.init_device(**SECOND), worker.init_device(rendezvous="h:1")):
-            error = await refused(call)
-            assert (error.reason, error.metadata["field"]) == ("FIELD_INVALID", "rendezvous")
+        await worker.init_device(**SECOND)
+        error = await refused(worker.measure())
+        assert error.reason == "WRONG_PHASE"
+        assert (await worker.init_device(rendezvous="h:1", **SECOND)).rendezvous == "h:1"
+        assert worker.runtime.meetings == [Meeting(1), Meeting(1, "h:1")]
+        await walk_on(worker)
+
+
+async def test_a_group_of_one_meets_nowhere() -> None:
+    async with running_worker() as worker:
+        error = await refused(worker.init_device(rendezvous="h:1"))
+        assert (error.reason, error.metadata["field"]) == ("FIELD_INVALID", "rendezvous")
 
 
 @pytest.mark.parametrize("to", [pb.PHASE_INITIALISED, pb.PHASE_LOADED, pb.PHASE_CACHED])

@@ -215,7 +215,7 @@ def test_a_worker_that_dies_during_the_load_ends_its_scheduler(demo_model: Path,
 
 
 def test_a_worker_that_dies_during_the_load_ends_serve(demo_model: Path, tmp_path: Path) -> None:
-    """vllm #48031: a start that failed named an empty set of processes."""
+    """vllm #48031, PR #48871: a start that failed named an empty set of processes, and its status told of nothing."""
     port, log_path = free_port(), tmp_path / "serve.log"
     arguments = ["serve", "--model", str(demo_model), "--port", str(port), "--log-dir", str(tmp_path)]
     with marked() as mark, running(arguments, log_path, {MARK_VARIABLE: mark}) as process:

@@ -40,3 +40,21 @@ async def test_a_rank_that_is_lost_comes_back_alone(tmp_path: Path, how: signal.
             assert kept in workers(server)
             assert lost not in workers(server)
         assert '"kept": "loaded"' in server.output, "the rank that was not lost read its weights again"
+
+
+@pytest.mark.full
+async def test_a_rank_that_takes_longer_to_come_back_than_ranks_wait_for_each_other_costs_one_epoch(
+    tmp_path: Path,
+) -> None:
+    model = make_tiny_llama(tmp_path / "tiny", max_position_count=1024)
+    # The imports of a new process take longer.
+    flags = tiny_limits(1024, 256, "--tp=2", "--dtype=float32", "--collective-timeout=0.5")
+    with serve(model, tmp_path, *flags) as server:
+        async with AsyncClient(server.target) as client:
+            expected = await undisturbed(client, JOBS)
+            streams = [FollowedStream(client, job) for job in JOBS]
+            await asyncio.gather(*(stream.began.wait() for stream in streams))
+            os.kill(max(workers(server)), signal.SIGKILL)
+            await finished(streams)
+            assert_whole(streams, expected)
+        assert "RENDEZVOUS_FAILED" not in server.output

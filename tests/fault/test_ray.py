@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from stepwire.client import AsyncClient, ModelState
+from stepwire.client.admin import AdminClient
 from stepwire.supervisor.ports import free_port
 from tests.support.processes import run
 from tests.support.ray_cluster import RayCluster, ray_cluster
@@ -26,6 +27,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
+KEY = "an-admin-key-of-some-length"
 JOBS = [Job("lorem ipsum " * (1 + 4 * i), 200 + 20 * i, seed=i, temperature=(i % 2) * 1.0) for i in range(4)]
 
 
@@ -133,3 +135,54 @@ async def test_a_rank_whose_node_is_lost_goes_on_at_another(model: Path, tmp_pat
             assert_whole(streams, expected)
         await until(lambda: "worker_moved" in server.output, 90)
         assert server.model().state is ModelState.READY
+
+
+@pytest.mark.full
+async def test_without_its_head_streams_go_on_and_all_ends_in_order_before_ray_ends_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of the cluster's nodes too; a minute by default.
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "40")
+    with ray_cluster(2) as cluster, serve(model, tmp_path, *flags(cluster, "--tp=2")) as server:
+        async with AsyncClient(server.target, resume_s=0) as client:
+            expected = await undisturbed(client, JOBS)
+            streams = await follow(client)
+            cluster.lose_head()
+            await finished(streams, within_s=60)
+            assert_whole(streams, expected)
+            told = f"the head of the Ray cluster at {cluster.address} does not answer: streams go on"
+            await until(lambda: told in server.output, 10)
+            assert len((await client.complete("abc", max_tokens=5, ignore_eos=True)).token_ids) == 5
+            os.kill(workers(cluster)[cluster.hosts[1]].pid, signal.SIGKILL)
+            (late,) = [FollowedStream(client, Job("abc", 20))]
+            await finished([late], within_s=60)
+            assert late.error is not None
+            assert late.error.reason == "WORKER_FAILED"
+            assert "is not started again: the head of the Ray cluster" in late.error.message
+        assert await asyncio.to_thread(server.process.wait, 30) == 1
+        assert f"{cluster.address} has not answered for" in server.output
+        assert "start the cluster anew" in server.output
+
+
+@pytest.mark.full
+async def test_several_models_are_placed_and_one_that_loses_its_worker_is_no_matter_to_the_other(
+    model: Path, cluster: RayCluster, tmp_path: Path
+) -> None:
+    entries = [f"--models=model={model},served_model_name={name},memory_fraction=0.3" for name in "ab"]
+    with serve(None, tmp_path, *entries, *flags(cluster, f"--admin-key={KEY}")) as server:
+        placed = workers(cluster)
+        assert len(placed) == 2
+        async with AsyncClient(server.target) as client:
+            expected = await undisturbed(client, JOBS)
+            streams = {name: [FollowedStream(client, job, model=name) for job in JOBS] for name in "ab"}
+            await asyncio.gather(*(stream.began.wait() for each in streams.values() for stream in each))
+            os.kill(placed[cluster.hosts[1]].pid, signal.SIGKILL)
+            await finished([stream for each in streams.values() for stream in each], within_s=120)
+            for each in streams.values():
+                assert_whole(each, expected)
+            with AdminClient(server.target, key=KEY) as operator:
+                assert sorted(operator.get_state(model=name).epoch for name in "ab") == [1, 2]
+                operator.unload_model("b")
+        # What the other had is free for whoever comes.
+        with serve(model, tmp_path / "other", *flags(cluster)):
+            assert len(workers(cluster)) == 2

@@ -132,6 +132,7 @@ class FakeWorker:
     load_delay_s: float = 0.0
     delays: dict[str, float] = field(default_factory=dict)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    device_gate: asyncio.Event = field(default_factory=asyncio.Event)
     adapter_gate: asyncio.Event = field(default_factory=asyncio.Event)
     grammar_gate: asyncio.Event = field(default_factory=asyncio.Event)
     is_mute: bool = False
@@ -140,7 +141,8 @@ class FakeWorker:
     epoch: int = 0
     scheduler_id: str = ""
     place: tuple[int, int] = (0, 0)
-    rendezvous: str = ""
+    meetings: list[str] = field(default_factory=list)
+    """Where it was told to meet others, by each InitDevice."""
     is_placed: bool = False
     is_output: bool = True
     phase: int = pb.PHASE_STARTING
@@ -160,6 +162,7 @@ class FakeWorker:
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self.device_gate.set()
         self.adapter_gate.set()
         self.grammar_gate.set()
 
@@ -345,12 +348,13 @@ class FakeWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def InitDevice(self, request: pb.InitDeviceRequest, context: Any) -> pb.InitDeviceResponse:
         self._enter("InitDevice", context)
         worker = self._worker
+        worker.meetings.append(request.rendezvous)
+        await worker.device_gate.wait()
         if request.epoch != worker.epoch or worker.is_placed:
             self._need("InitDevice", pb.PHASE_STARTING)
             self._begin_epoch(request.epoch, request.scheduler_id)
         num_ranks = request.tensor_parallel_size * request.pipeline_parallel_size
         worker.place = (request.tensor_rank, request.pipeline_rank)
-        worker.rendezvous = request.rendezvous
         worker.is_placed = bool(request.rendezvous) or num_ranks == 1
         worker.is_output = request.tensor_rank == 0 and request.pipeline_rank == request.pipeline_parallel_size - 1
         worker.phase = max(worker.phase, pb.PHASE_INITIALISED)

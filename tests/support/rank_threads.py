@@ -42,22 +42,22 @@ class RankThreads:
         return [future.result(TIMEOUT_S) for future in futures]
 
     def meet(self) -> str:
-        """A new epoch: rank 0 says where, then all meet. Answers where."""
+        """A new epoch: all have their devices and rank 0 says where, then all meet there. Answers where."""
         self.epoch += 1
-        epoch = self.epoch
-        address = ""
+        address = self._init_devices(Meeting(self.epoch))
         if len(self.places) > 1:
-            address = (
-                self.begin(0, lambda r: r.init_device(self.places[0], Meeting(epoch))).result(TIMEOUT_S).rendezvous
-            )
-        meeting = Meeting(epoch, address)
+            self._init_devices(Meeting(self.epoch, address))
+        return address
+
+    def _init_devices(self, meeting: Meeting) -> str:
+        """Answers what rank 0 says."""
         futures = [
             self.begin(rank, lambda r, place=place: r.init_device(place, meeting))  # type: ignore[misc]
             for rank, place in enumerate(self.places)
         ]
-        for future in futures:
-            future.result(TIMEOUT_S)
-        return address
+        first, *others = (future.result(TIMEOUT_S).rendezvous for future in futures)
+        assert all(other == meeting.address for other in others)
+        return first
 
     def start(self, path: Path, *, dtype: str = "float32", num_blocks: int = 256, block_size: int = 4) -> None:
         """Meets, loads the model and makes caches for contexts of up to 256 tokens."""

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from stepwire.supervisor.ports import free_port
@@ -29,6 +29,7 @@ class RayCluster:
         self._stack = stack
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.address = f"127.0.0.2:{free_port('127.0.0.2')}"
+        stack.callback(self._end_agents)
 
     def add_node(self) -> str:
         """Starts one more, the first as the head; answers its address."""
@@ -61,10 +62,26 @@ class RayCluster:
         os.kill(raylet, signal.SIGKILL)
         os.kill(worker, signal.SIGKILL)
 
+    def lose_head(self) -> None:
+        """Kills what makes the first node the head. The node itself stays: our own process is of it."""
+        head = self._nodes[self.hosts[0]]
+        # It would end the node with the first of its processes that ends.
+        os.kill(head.pid, signal.SIGSTOP)
+        self._stack.callback(os.kill, head.pid, signal.SIGCONT)
+        (server,) = [pid for pid, line in processes_of(self.mark).items() if line.split(" ")[0].endswith("/gcs_server")]
+        os.kill(server, signal.SIGKILL)
+
     def _end_node(self, host: str) -> None:
         node = self._nodes[host]
         node.terminate()
         node.wait(_ENDS_WITHIN_S)
+
+    def _end_agents(self) -> None:
+        """Those of a raylet that found no head to the end do not follow it."""
+        for pid, line in processes_of(self.mark).items():
+            if line.startswith("ray::"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _wait(self, host: str) -> None:
         """Until it says that it runs."""

@@ -12,17 +12,16 @@ from typing import Any, TypeVar
 import structlog
 from opentelemetry.trace import Tracer
 
-from loader.needs import KV_CACHE_DTYPES
-from loader.quantised.roundings import ROUNDINGS
 from loader.shares import RankPlace
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry.metrics import Metrics
 from worker_service.device_thread import DeviceStopped, DeviceThread
 from worker_service.rpc.adapters import AdapterCalls
 from worker_service.rpc.guard import stale_epoch
-from worker_service.rpc.limits import StepLimits, check_grammar, check_number, out_of_range
+from worker_service.rpc.limits import StepLimits, check_grammar, check_number
 from worker_service.rpc.metrics import WorkerMetrics
 from worker_service.rpc.paths import ModelRoots
+from worker_service.rpc.phase_limits import check_cache, check_cache_size, check_place, check_step_size, check_types
 from worker_service.rpc.ports import Runtime
 from worker_service.rpc.progress import LoadProgress, WarmUpProgress, load_errors, record_phases, seconds_of_phases
 from worker_service.rpc.sleep import SleepCalls
@@ -34,14 +33,8 @@ from worker_service.runtime.report import DeviceInfo, LoadSummary, Meeting, Memo
 
 T = TypeVar("T")
 
-MAX_STEP_TOKENS = 2**20
-MAX_SEQUENCES = 2**16
-MAX_BLOCK_SIZE = 2**12
-MAX_INT32 = 2**31 - 1
 # No step lasts so long beyond the time after which a scheduler calls it hung.
 DEVICE_BACK_S = 20.0
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZE = ("none", *ROUNDINGS)
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -86,8 +79,8 @@ class Lifecycle:
 
     async def init_device(self, epoch: int, scheduler_id: str, place: Place, rendezvous: str = "") -> DeviceInfo:
         """STARTING or INITIALISED → INITIALISED, in a new epoch, or in one that a reset began: then the phase stays, as
-        long as the place does. The ranks of a group meet at `rendezvous`."""
-        _check_place(place, rendezvous)
+        long as the place does. The ranks of a group meet at `rendezvous`; before that each is called without."""
+        check_place(place, rendezvous)
         if self.state.is_new_epoch(epoch, scheduler_id) and self.state.phase <= Phase.INITIALISED:
             self._interrupt(stale_epoch(held=epoch, got=self.state.epoch))
         return await self._change(self._init_device(epoch, scheduler_id, place, rendezvous))
@@ -103,27 +96,23 @@ class Lifecycle:
         kv_cache_dtype: str = "auto",
     ) -> LoadSummary:
         """INITIALISED → LOADED. Setting `progress.cancel_reason` stops it and leaves the phase as it was."""
-        _check_choice("dtype", dtype, DTYPES)
-        _check_choice("quantize", quantize, QUANTIZE)
-        _check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+        check_types(dtype, quantize, kv_cache_dtype)
         self._loads.add(progress)
         return await self._change(self._load_model(epoch, model_path, (dtype, quantize, kv_cache_dtype), progress))
 
     async def determine_available_memory(self, epoch: int, max_step_tokens: int, max_sequences: int) -> MemoryReport:
         """Measures in LOADED; answers what was measured in later phases."""
-        _check_step_size(max_step_tokens, max_sequences)
+        check_step_size(max_step_tokens, max_sequences)
         return await self._change(self._determine(epoch, max_step_tokens, max_sequences))
 
     async def initialize_cache(self, epoch: int, num_blocks: int, block_size: int, max_model_len: int) -> int:
         """LOADED → CACHED; answers the bytes of the KV tensors."""
-        check_number("block_count", num_blocks, 1, MAX_INT32)
-        check_number("block_size", block_size, 1, MAX_BLOCK_SIZE)
-        check_number("max_model_len", max_model_len, 1, MAX_INT32)
+        check_cache(num_blocks, block_size, max_model_len)
         return await self._change(self._initialize_cache(epoch, num_blocks, block_size, max_model_len))
 
     async def warm_up(self, epoch: int, size: Warm, progress: WarmUpProgress, *, skip: bool = False) -> None:
         """CACHED → READY. After it steps up to `size` may come; with `skip` they are the first that run."""
-        _check_step_size(size.max_step_tokens, size.max_sequences)
+        check_step_size(size.max_step_tokens, size.max_sequences)
         await self._change(self._warm_up(epoch, size, progress, skip=skip))
 
     async def reset(self, epoch: int, scheduler_id: str, to: Phase) -> Phase:
@@ -301,7 +290,7 @@ class Lifecycle:
             return cached.cache_bytes
         state.require_phase("InitializeCache", Phase.LOADED)
         if loaded is not None:
-            _check_cache_size(num_blocks * block_size, max_model_len, loaded.summary, state.measured)
+            check_cache_size(num_blocks * block_size, max_model_len, loaded.summary, state.measured)
         cache_bytes = await self._device.run(lambda r: r.initialize_cache(num_blocks, block_size, max_model_len))
         state.cached, state.warm = Cached(num_blocks, block_size, max_model_len, cache_bytes), None
         await self._enter(Phase.CACHED)
@@ -386,43 +375,3 @@ def _load_runtime(runtime: Runtime, path: Path, types: tuple[str, str, str], pro
     dtype, quantize, kv_cache_dtype = types
     with load_errors(progress):
         return runtime.load_model(path, dtype, progress.report, progress.is_cancelled, quantize, kv_cache_dtype)
-
-
-def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        found = value[:64]  # as much as a log line can bear
-        message = f"{field} {found!r} is not one of {', '.join(choices)}"
-        raise StepwireError("FIELD_INVALID", message, {"field": field, "found": found})
-
-
-def _check_place(place: Place, rendezvous: str) -> None:
-    check_number("tensor_parallel_size", place.tensor_parallel_size, 1, 1024)
-    check_number("pipeline_parallel_size", place.pipeline_parallel_size, 1, 1024)
-    check_number("tensor_rank", place.tensor_rank, 0, place.tensor_parallel_size - 1)
-    check_number("pipeline_rank", place.pipeline_rank, 0, place.pipeline_parallel_size - 1)
-    if place.num_ranks > 1 and place.rank > 0 and not rendezvous:
-        raise StepwireError(
-            "FIELD_INVALID",
-            f"rank {place.rank} of a group needs the rendezvous that rank 0 answers",
-            {"field": "rendezvous"},
-        )
-    if place.num_ranks == 1 and rendezvous:
-        raise StepwireError("FIELD_INVALID", "a group of one meets nowhere", {"field": "rendezvous"})
-
-
-def _check_step_size(max_step_tokens: int, max_sequences: int) -> None:
-    check_number("max_step_token_count", max_step_tokens, 1, MAX_STEP_TOKENS)
-    check_number("max_sequence_count", max_sequences, 1, MAX_SEQUENCES)
-
-
-def _check_cache_size(num_tokens: int, max_model_len: int, model: LoadSummary, measured: Measured | None) -> None:
-    if 0 < model.max_position_count < max_model_len:
-        raise out_of_range("max_model_len", str(max_model_len), f"at most the model's {model.max_position_count}")
-    needed = num_tokens * model.kv_bytes_per_token
-    if measured is not None and needed > measured.report.available_bytes:
-        available = measured.report.available_bytes
-        raise StepwireError(
-            "OUT_OF_MEMORY",
-            f"a KV cache of {num_tokens} tokens needs {needed} bytes and {available} are available",
-            {"field": "block_count", "needed_bytes": str(needed), "available_bytes": str(available)},
-        )

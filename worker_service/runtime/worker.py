@@ -116,7 +116,8 @@ class WorkerRuntime:
         return 0 if executor is None else executor.cache_bytes
 
     def init_device(self, place: RankPlace, meeting: Meeting = _ALONE) -> DeviceInfo:
-        """Selects the device and the number of threads, and meets the other ranks or, as rank 0, says where.
+        """Selects the device and the number of threads. Meets the other ranks where `meeting` says; where that does not
+        say, rank 0 answers where they may.
 
         Raises RuntimeFailure "device_unavailable", "invalid", or "rendezvous_failed".
         """
@@ -162,7 +163,7 @@ class WorkerRuntime:
         if place.num_ranks == 1:
             return ""
         if not meeting.address:
-            return self.group.bind(meeting.epoch)
+            return self.group.bind(meeting.epoch) if place.rank == 0 else ""
         self.group.form(place, device, meeting, None if self._pool is None else self._pool.library)
         return meeting.address
 

@@ -7,6 +7,7 @@ from scheduler_service.engine.values import ModelInfo
 from scheduler_service.rpc.admin.replicas import check_addresses
 from scheduler_service.rpc.admin.roots import Roots
 from scheduler_service.rpc.convert import model_message
+from scheduler_service.sources import check_source, is_elsewhere
 from stepwire.rpc.errors import StepwireError
 from stepwire.v1 import admin_pb2 as pb
 
@@ -42,7 +43,7 @@ class ModelCalls:
 
     async def load(self, request: pb.AdminServiceLoadModelRequest) -> pb.AdminServiceLoadModelResponse:
         """See admin.proto."""
-        settings = {"model": self._roots.check(request.path)}
+        settings = {"model": self._model(request.path)}
         if len(request.name) > _MAX_NAME_LEN:
             text = f"name has {len(request.name)} characters; at most {_MAX_NAME_LEN} are allowed"
             raise StepwireError("FIELD_OUT_OF_RANGE", text, {"field": "name"})
@@ -65,6 +66,12 @@ class ModelCalls:
                 raise StepwireError("FIELD_OUT_OF_RANGE", text, {"field": "settings"})
         info = await self._operator.load({**request.settings, **settings}, list(request.workers))
         return pb.AdminServiceLoadModelResponse(model=model_message(info))
+
+    def _model(self, path: str) -> str:
+        if not is_elsewhere(path):
+            return self._roots.check(path)
+        self._roots.check_unbounded(path)
+        return check_source(path)
 
     async def unload(self, request: pb.UnloadModelRequest) -> pb.UnloadModelResponse:
         """See admin.proto."""

@@ -28,8 +28,17 @@ class Roots:
             return plain
         if any(plain.startswith(root.rstrip("/") + "/") for root in self._roots):
             return plain
-        what = self._setting.replace("_", " ")
+        raise self._refusal(f"path {plain[:256]}", plain, "put it there")
+
+    def check_unbounded(self, name: str) -> None:
+        """Raises FIELD_INVALID where only what is below some folders may be loaded, for what is brought from elsewhere
+        and lies in a cache."""
+        if self._roots or self._is_exposed:
+            raise self._refusal(f"{name[:256]}, which is no path,", name, "put it there and name its path")
+
+    def _refusal(self, what: str, found: str, remedy: str) -> StepwireError:
+        folders = self._setting.replace("_", " ")
         roots = ", ".join(self._roots) or "none: this server is reachable from other machines"
-        remedy = f"put it there, or set {self._setting} of the scheduler"
-        text = f"path {plain[:256]} is not below the scheduler's {what} ({roots}); {remedy}"
-        raise StepwireError("FIELD_INVALID", text, {"field": "path", "found": plain[:256], "remedy": remedy})
+        remedy = f"{remedy}, or set {self._setting} of the scheduler"
+        text = f"{what} is not below the scheduler's {folders} ({roots}); {remedy}"
+        return StepwireError("FIELD_INVALID", text, {"field": "path", "found": found[:256], "remedy": remedy})

@@ -4,6 +4,7 @@ import os
 
 import click
 
+from loader.sources.resolve import is_path
 from stepwire.cli.admin.connection import LOAD_TIMEOUT_S, connect, server_options
 
 # For what is to be done when the requests have ended.
@@ -33,12 +34,18 @@ def load_model(
     workers: tuple[str, ...],
     settings: tuple[str, ...],
 ) -> None:
-    """Serve one model more, from PATH on the server's hosts, beside those that are served.
+    """Serve one model more, from PATH on the server's hosts, beside those that are served. PATH may be a Hub id
+    (org/name[@revision]) or a URL, which the server fetches.
 
     A load that fails changes nothing. It goes on when this command is interrupted.
     """
-    values = dict(map(_pair, settings))
-    path = os.path.abspath(os.path.expanduser(path))
+    values: dict[str, str] = {}
+    for key, value in map(_pair, settings):
+        if key in values:
+            raise click.BadParameter(f"{key} is given twice", param_hint="--set")
+        values[key] = value
+    if is_path(path):
+        path = os.path.abspath(os.path.expanduser(path))
     with connect(target, admin_key) as client:
         found = client.load_model(path, name=name, workers=workers, settings=values, timeout=timeout)
     click.echo(f"{found.name} is served: {found.architecture}, {found.dtype}, {found.num_blocks} KV blocks")

@@ -1,5 +1,7 @@
 """Models that others were reported to split over ranks wrongly, each under its project and number."""
 
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,9 @@ import torch
 from loader.checkpoint import Checkpoint, open_checkpoint
 from loader.inspection import Wish, inspect_checkpoint
 from loader.layout import weight_slices
+from loader.reading.extents import Extent
+from loader.reading.files import DataFile
+from loader.reading.tuning import Method, Storage, Tuner
 from loader.shares import RankPlace
 from loader.weights import load_weights
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
@@ -28,13 +33,40 @@ def test_sglang_15890_the_last_stage_of_a_tied_model_has_the_embedding(tmp_path:
     assert torch.equal(part["model.embed_tokens.weight"], whole["model.embed_tokens.weight"])
 
 
-def test_vllm_5405_a_rank_reads_what_it_holds_and_not_the_checkpoint(tmp_path: Path) -> None:
+def test_vllm_5405_and_6127_a_rank_reads_what_it_holds_and_not_the_checkpoint(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path, num_layers=8, hidden_size=128, intermediate_size=512)
     checkpoint = open_checkpoint(folder)
     before = bytes_that_were_read()
     loaded(checkpoint, RankPlace(pipeline_rank=1, pipeline_parallel_size=4))
     share = (bytes_that_were_read() - before) / (folder / "model.safetensors").stat().st_size
     assert 0.1 < share < 0.35
+
+
+def test_vllm_39030_the_disk_reads_once_what_lies_between_the_rows_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that read the same files in the same order waited for each other's reads, some for minutes."""
+    checkpoint = open_checkpoint(make_tiny_llama(tmp_path, hidden_size=128, intermediate_size=512))
+    direct_only = Storage(disk=Tuner(("direct", "buffered"), 1), cache=Tuner(("cached",), 1))
+    monkeypatch.setattr("loader.reading.files.storage_of", lambda _: direct_only)
+    monkeypatch.setattr("loader.reading.files.is_resident", lambda *_: False)
+    past_the_cache = Counter[tuple[int, int]]()
+    choose = DataFile.choose
+
+    def noted(file: DataFile, extent: Extent) -> Method:
+        method = choose(file, extent)
+        past_the_cache.update((f.start, f.stop) for f in extent.fragments if method == "direct")
+        return method
+
+    monkeypatch.setattr(DataFile, "choose", noted)
+    for rank in range(2):
+        loaded(checkpoint, RankPlace(tensor_rank=rank, tensor_parallel_size=2))
+    twice = [(start, stop) for (start, stop), count in past_the_cache.items() if count > 1]
+    assert len(past_the_cache) > len(twice) > 0
+    # Norms, which every rank holds whole: no more than a row of any matrix.
+    assert {stop - start for start, stop in twice} == {128 * 4}
+    once = sorted(each for each, count in past_the_cache.items() if count == 1)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(once))
 
 
 def bytes_that_were_read() -> int:

@@ -51,6 +51,19 @@ def test_a_model_is_brought_once(cache: ModelCache, asking: Asking) -> None:
     assert (entry.url, entry.num_bytes, entry.in_use, entry.path) == ("x://m", 1000, False, held.path)
 
 
+def test_what_lies_at_a_path_is_kept(cache: ModelCache, asking: Asking, tmp_path: Path) -> None:
+    with cache.hold(model(), "x://m", asking) as held:
+        path = held.path
+    for inside in (path, path / "model.safetensors"):
+        again = cache.hold_path(inside)
+        assert again is not None and again.path == path
+        assert cache.entries()[0].in_use
+        again.release()
+        assert not cache.entries()[0].in_use
+    assert cache.hold_path(tmp_path / "elsewhere") is None
+    assert cache.hold_path(cache.folder / "entries" / "none" / "m") is None
+
+
 def test_its_hashes_are_known(
     cache: ModelCache, asking: Asking, server: FileServer, tiny_files: dict[str, bytes]
 ) -> None:

@@ -41,6 +41,7 @@ def test_a_phase_with_one_part_is_named_once() -> None:
 
 
 def test_elsewhere_a_line_now_and_then_names_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm PR #48871: a long start said nothing of how far it was."""
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setattr("sys.stderr", io.StringIO())

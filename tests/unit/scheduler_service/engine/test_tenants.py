@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 
 from scheduler_service.engine.tenants import TenantRules, parse_priorities, parse_weights
@@ -42,6 +44,12 @@ def test_settings_are_read_as_name_and_value() -> None:
 def test_weights_that_mean_nothing_are_refused(entry: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_weights([entry])
+
+
+@pytest.mark.parametrize("parse", [parse_weights, parse_priorities])
+def test_a_tenant_that_is_named_twice_is_refused(parse: Callable[[list[str]], object]) -> None:
+    with pytest.raises(ValueError, match="gold is named twice"):
+        parse(["gold=1", "free=1", "gold=2"])
 
 
 @pytest.mark.parametrize("entry", ["gold", "gold=101", "gold=-101", "gold=1.5"])

@@ -167,6 +167,8 @@ def test_models_are_loaded_and_unloaded(
     done = run_command("admin", "load-model", "folder", "--name", "c", "--set", "max-num-seqs=4", "--set", "dtype=auto")
     assert done.stdout == "c is served: Llama, float32, 9 KV blocks\n"
     run_command("admin", "load-model", "/m/b", "--workers", "h:1", "--workers", "h:2")
+    run_command("admin", "load-model", "org/name")
+    run_command("admin", "load-model", "https://h/m")
     assert run_command("admin", "unload-model", "c").stdout == "c is unloaded\n"
     run_command("admin", "unload-model", "c", "--drain", "1.5")
     load, unload = admin_pb2.AdminServiceLoadModelRequest, admin_pb2.UnloadModelRequest
@@ -174,8 +176,12 @@ def test_models_are_loaded_and_unloaded(
     assert service.asked == [
         load(path=str(tmp_path / "folder"), name="c", settings={"max_num_seqs": "4", "dtype": "auto"}),
         load(path="/m/b", workers=["h:1", "h:2"]),
+        load(path="org/name"),
+        load(path="https://h/m"),
         unload(model="c"),
         unload(model="c", drain_timeout=drain),
     ]
     done = run_command("admin", "load-model", "/m/b", "--set", "tp")
     assert (done.exit_code, "'tp' is not KEY=VALUE" in done.stderr) == (2, True)
+    done = run_command("admin", "load-model", "/m/b", "--set", "max-num-seqs=1", "--set", "max_num_seqs=2")
+    assert (done.exit_code, "max_num_seqs is given twice" in done.stderr) == (2, True)

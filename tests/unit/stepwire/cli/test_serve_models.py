@@ -102,6 +102,8 @@ async def test_workers_of_one_model_more_are_started_by_its_settings_and_those_o
         ("b", {"memory_fraction": "2"}, "FIELD_INVALID", "memory_fraction of settings (LoadModel): '2' is not allowed"),
         ("b", {"port": "1"}, "FIELD_INVALID", "port of settings (LoadModel): no such setting"),
         ("none", {"memory_fraction": "0.4"}, "CHECKPOINT_NOT_FOUND", "none does not exist"),
+        # Not what memory it would share.
+        ("none", {}, "CHECKPOINT_NOT_FOUND", "none does not exist"),
         ("b", {"memory_fraction": "0.4", "tp": "3"}, "FIELD_INVALID", "tp 3 does not work"),
     ],
 )

@@ -202,12 +202,29 @@ def test_models_of_a_file_and_of_a_variable(tmp_path: Path) -> None:
         (("model=/m/a", "tp"), {}, "--models: 'tp' is not KEY=VALUE, such as model=PATH"),
         (("model=/m/a",), {"model": "/m/b"}, "--model: with models, give each of them a model in its entry"),
         (("model=/m/a",), {"adapter": ("x=/x",)}, "--adapter: with models"),
+        (("model=/m/a,model=/m/b",), {}, "model of models[0] (--models): given 2 times, and it has one value"),
+        (("model=/m/a", "model=/m/b,tp=1,tp=2,tp=3"), {}, "tp of models[1] (--models): given 3 times"),
     ],
 )
 def test_entries_that_cannot_be_are_refused(entries: tuple[str, ...], flags: dict[str, object], text: str) -> None:
     with pytest.raises(SettingsError) as raised:
         several(*entries, **flags)
     assert text in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("model = ['/m/a', '/m/b']", "model in {path}: ['/m/a', '/m/b'] is not allowed; model is text"),
+        ("[[models]]\nmodel = {{a = 1}}", "model of models[0] (models in {path}): {{'a': 1}} is not allowed"),
+    ],
+)
+def test_what_a_file_says_of_a_setting_with_one_value_is_one(tmp_path: Path, text: str, refusal: str) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(text.format())
+    with pytest.raises(SettingsError) as raised:
+        gather(SERVE, {}, {}, str(path))
+    assert refusal.format(path=path) in raised.value.message
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,9 @@ def test_what_is_served_and_what_is_gone_is_told() -> None:
     supervised.end_workers(["h:1"])
     supervised.note_models([{"model": "/m"}])
     assert line.said == [{"end_workers": ["h:1"]}, {"models": [{"model": "/m"}]}]
-    assert not supervised.is_gone("h:1")
-    line.tell({"gone": "h:1"})
-    assert supervised.is_gone("h:1")
+    assert supervised.why_gone("h:1") is None
+    line.tell({"gone": "h:1", "text": "why"})
+    assert supervised.why_gone("h:1") == "why"
 
 
 async def test_what_would_not_arrive_is_refused_since_nobody_would_answer() -> None:
@@ -133,9 +133,9 @@ async def test_what_would_not_arrive_is_refused_since_nobody_would_answer() -> N
 async def test_a_worker_at_the_address_of_one_that_is_gone_is_another() -> None:
     line = Line()
     supervised = Supervised(line)  # type: ignore[arg-type]
-    line.tell({"gone": "h:1"})
+    line.tell({"gone": "h:1", "text": "why"})
     asked = asyncio.create_task(supervised.start_workers({"model": "/m"}))
     await asyncio.sleep(0)
     line.tell({"answers": line.said[0]["start_workers"], "model": {"model": "/m", "workers": ["h:1"]}})
     await asked
-    assert not supervised.is_gone("h:1")
+    assert supervised.why_gone("h:1") is None

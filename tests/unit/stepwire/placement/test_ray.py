@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError  # noqa: E402
 
 from stepwire.placement.place import Place, PlacementError  # noqa: E402
 from stepwire.placement.rank_actor import Launch  # noqa: E402
-from stepwire.placement.ray import PlacedActor, RayLauncher, _check_reachable  # noqa: E402
+from stepwire.placement.ray import PlacedActor, PlacedGroup, RayLauncher, _check_reachable  # noqa: E402
 from stepwire.supervisor.child import ChildSpec  # noqa: E402
 
 
@@ -77,7 +77,11 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
 
 @pytest.fixture
 def launcher(actor: Actor) -> RayLauncher:
-    return RayLauncher(PlacedActor(actor, "1", Place("10.0.0.1", 7, "node")), spec_at, {"STEPWIRE_PORT"})
+    return launcher_of(actor, PlacedGroup("group", 1))
+
+
+def launcher_of(actor: Actor, group: PlacedGroup) -> RayLauncher:
+    return RayLauncher(PlacedActor(actor, group, "1", Place("10.0.0.1", 7, "node")), spec_at, {"STEPWIRE_PORT"})
 
 
 async def test_the_first_worker_is_started_as_it_was_placed(actor: Actor, launcher: RayLauncher) -> None:
@@ -138,6 +142,18 @@ async def test_an_actor_that_is_gone_for_good_is_an_error(actor: Actor, launcher
     actor.is_dead = True
     with pytest.raises(OSError, match=r"Ray cannot start a worker's actor .* install the same stepwire\[ray\]"):
         await launcher.start(spec_at(Place("10.0.0.1", 7)), is_first=False)
+
+
+async def test_what_was_kept_for_a_group_is_given_back_with_its_last_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(ray, "kill", lambda killed, no_restart: ended.append((killed, no_restart)))
+    monkeypatch.setattr("stepwire.placement.ray.remove_placement_group", ended.append)
+    group, actors = PlacedGroup("group", 2), [Actor(), Actor()]
+    first, second = (launcher_of(actor, group) for actor in actors)
+    await first.give_back()
+    assert ended == [(actors[0], True)]
+    await second.give_back()
+    assert ended[1:] == [(actors[1], True), "group"]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999"])

@@ -47,6 +47,7 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self.num_started = 0
+        self.num_given_back = 0
         self.has_room = True
         self._settled = asyncio.Event()
 
@@ -59,6 +60,9 @@ class Elsewhere:
 
     def settle(self) -> None:
         self._settled.set()
+
+    async def give_back(self) -> None:
+        self.num_given_back += 1
 
 
 class Stack:
@@ -173,6 +177,15 @@ async def test_a_worker_that_comes_back_elsewhere_is_told_to_its_scheduler_and_t
     assert '"ended": "127.0.0.1:1"' in ended, "named by an address at which it never was"
     os.kill(scheduler_pid(), signal.SIGKILL)
     await until(lambda: len(stack.pids("scheduler")) == 2 and num_told() == 1)
+    assert await stack.stop() == 0
+
+
+async def test_a_place_is_given_back_with_the_worker_for_which_it_was(tmp_path: Path) -> None:
+    launcher = Elsewhere()
+    stack = Stack(tmp_path, launcher=launcher)
+    await stack.ready()
+    await stack.supervisor.end_workers([ADDRESS])
+    assert launcher.num_given_back == 1
     assert await stack.stop() == 0
 
 
@@ -317,6 +330,7 @@ async def test_a_worker_that_ends_again_and_again_is_the_end_of_its_own_group_al
     (tmp_path / "other.exit").write_text("9")
     await stack.supervisor.add_workers([stack.other()])
     await until(lambda: any('"gone": "127.0.0.1:9"' in note for note in stack.notes("scheduler")))
+    assert any('"text": "it ends again and again"' in note for note in stack.notes("scheduler"))
     assert "it is not started again" in stack.lines[-1]
     assert len(stack.pids("other")) == 2
     assert not stack.run.done()

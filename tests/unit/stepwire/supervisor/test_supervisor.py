@@ -118,6 +118,20 @@ async def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
     assert_gone(stack.pid("scheduler"), stack.pid("worker"))
 
 
+@pytest.mark.parametrize(("scheduler", "within_s"), [(_OBEDIENT, 60.0), (_STUBBORN, 0.1)])
+async def test_what_cannot_go_on_is_ended_in_order_and_at_once_after_its_time(
+    tmp_path: Path, scheduler: str, within_s: float
+) -> None:
+    stack = Stack(tmp_path, scheduler)
+    running = asyncio.create_task(stack.supervisor.run(forever))
+    await stack.until_up()
+    stack.supervisor.stop("the head is lost", within_s)
+    assert await running == 1
+    assert stack.lines[0].startswith("the head is lost: ending after the requests that run")
+    assert stack.ends()[0] == "scheduler"
+    assert_gone(stack.pid("scheduler"), stack.pid("worker"))
+
+
 async def test_a_scheduler_that_does_not_end_is_killed_after_its_time(tmp_path: Path) -> None:
     stack = Stack(tmp_path, scheduler=_STUBBORN, drain_s=0.2)
     assert await stack.send_then_wait(signal.SIGTERM) == 1

@@ -109,6 +109,7 @@ AGAIN = ["inspect", "map", "attach"]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_second_load_maps_what_the_first_packed(tiny_path: Path, store: RestartStore, dtype: torch.dtype) -> None:
+    """vllm #19824, #20402: every start took as long as the first."""
     wanted = expected(job(tiny_path, dtype))
     total = sum(tensor.nbytes for tensor in wanted.values())
     first, held, phases = load(job(tiny_path, dtype), store)
