@@ -8,7 +8,10 @@ from pathlib import Path
 
 import click
 
+from loader.checkpoint import open_checkpoint
+from loader.errors import CheckpointError
 from loader.store.folder import default_folder, evict_idle
+from loader.text_side import look_at_text_side
 from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import CommandError
 from stepwire.cli.health_check import wait_until_serving
@@ -101,7 +104,23 @@ async def _announce(scheduler: SchedulerSettings, started: float) -> None:
     target = f"[{host}]:{scheduler.port}" if ":" in host else f"{host}:{scheduler.port}"
     await wait_until_serving(target)
     _say(f"ready after {time.monotonic() - started:.1f} s on {target}")
-    _say(f'try: stepwire generate --target {target} --chat --temperature 0 "What is the capital of France?"')
+    _say(f"try: {await asyncio.to_thread(suggestion, scheduler.all_models[0].path, target)}")
+
+
+def suggestion(model: str, target: str) -> str:
+    """A command that the model at this path can answer: without a chat template no messages can be sent to it.
+
+    Blocks on files.
+    """
+    try:
+        has_template = look_at_text_side(open_checkpoint(Path(model))).has_chat_template
+    except CheckpointError:
+        # It is served already, so whatever this is about, a suggestion is not the place to say it.
+        has_template = False
+    prompt = '--chat --temperature 0 "What is the capital of France?"'
+    if not has_template:
+        prompt = '--temperature 0 "The capital of France is"'
+    return f"stepwire generate --target {target} {prompt}"
 
 
 def _say(text: str) -> None:

@@ -1,5 +1,6 @@
 """`stepwire serve`, refused before anything is started."""
 
+import json
 import os
 import socket
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stepwire.cli.serve import suggestion
 from tests.support.tiny_checkpoint import make_tiny_llama
 
 
@@ -61,3 +63,12 @@ def test_ray_that_is_not_installed_is_told_with_how_to(
     model = make_tiny_llama(tmp_path / "tiny")
     done = run_command("serve", "--model", str(model), "--port", "0", "--placement", "ray")
     assert (done.exit_code, "pip install 'stepwire[ray]'" in done.stderr) == (1, True)
+
+
+def test_what_is_suggested_the_model_can_answer(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path / "tiny")
+    assert "generate --target here:1 --chat " in suggestion(str(model), "here:1")
+    config = model / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": None}))
+    assert "generate --target here:1 --temperature 0 " in suggestion(str(model), "here:1")
+    assert "--chat" not in suggestion(str(tmp_path / "gone"), "here:1")
