@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from stepwire.cli.answer import Answer
 from stepwire.cli.connection import connect, connection_options
-from stepwire.cli.interrupts import ctrl_c_closes
 from stepwire.cli.sampling_options import sampling_from, sampling_options
 from stepwire.client import Client, StepwireError
 from stepwire.client.types import Message, Output, SamplingParams
@@ -65,11 +65,10 @@ class Conversation:
         """
         self.turns.append(Message("user", text))
         parts: list[str] = []
+        answer = Answer(self._client, [*self._first, *self.turns], self._sampling, self._keywords)
         try:
-            prompt = [*self._first, *self.turns]
-            stream = self._client.generate(prompt, sampling=self._sampling, **self._keywords)
-            with stream, ctrl_c_closes(stream):
-                for event in stream:
+            with answer.events() as events:
+                for event in events:
                     if isinstance(event, Output):
                         parts.append(event.text)
                         click.echo(event.text, nl=False)
@@ -79,6 +78,8 @@ class Conversation:
                 self.turns.append(Message("assistant", "".join(parts)))
             else:
                 self.turns.pop()
+        if answer.note:
+            click.echo(f"[{answer.note}]", err=True)
 
 
 def _answer(conversation: Conversation, line: str) -> None:

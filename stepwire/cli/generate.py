@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from stepwire.cli.answer import Answer
 from stepwire.cli.connection import connect, connection_options
-from stepwire.cli.interrupts import ctrl_c_closes
 from stepwire.cli.sampling_options import sampling_from, sampling_options
 from stepwire.client.types import (
     Event,
@@ -45,7 +45,8 @@ from stepwire.client.types import (
 def generate(prompt: str, *, chat: bool, system: str | None, **options: Any) -> None:
     """Continue PROMPT ("-" reads it from standard input), streaming the answer.
 
-    Standard output carries the answer and nothing else. Ctrl-C cancels the request.
+    Standard output carries the answer and nothing else. Ctrl-C cancels the request. What ended for its length alone,
+    with no --max-tokens given, is told on standard error.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     content = _messages(text, system) if chat or system is not None else text
@@ -58,14 +59,16 @@ def generate(prompt: str, *, chat: bool, system: str | None, **options: Any) -> 
     )
     with connect(options) as client:
         names = ("model", "adapter", "request_id", "priority", "max_draft_tokens", "timeout")
-        keywords = {name: options[name] for name in names}
+        answer = Answer(client, content, sampling, {name: options[name] for name in names})
         try:
-            with client.generate(content, sampling=sampling, **keywords) as stream, ctrl_c_closes(stream):
-                for event in stream:
+            with answer.events() as events:
+                for event in events:
                     printer.show(event)
                     stats.add(event)
         finally:
             printer.end()
+    if answer.note:
+        click.echo(f"[{answer.note}]", err=True)
     if options["stats"]:
         click.echo(stats.text(), err=True)
 

@@ -7,8 +7,20 @@ import click
 
 from stepwire.client.types import SamplingParams
 
+# The API has no such bound: a model that finds no end would fill its context, and keep a terminal and a place in the
+# batch for as long.
+DEFAULT_MAX_TOKENS = 512
+"""Most tokens of an answer to a command, where neither --max-tokens nor --min-tokens asks for more."""
+
+WHOLE_CONTEXT = 0
+"""What stands in --max-tokens for what the context leaves."""
+
 _OPTIONS: tuple[tuple[str, Any, str], ...] = (
-    ("max_tokens", int, "Most tokens of output; by default what the context leaves."),
+    (
+        "max_tokens",
+        int,
+        f"Most tokens of output; {DEFAULT_MAX_TOKENS} by default, {WHOLE_CONTEXT} for what the context leaves.",
+    ),
     ("min_tokens", int, "Nothing but the length ends the output before this many tokens."),
     ("temperature", float, "0 always takes the most likely token; 1 by default."),
     ("top_k", int, "Draw from the k most likely tokens; 0 from all."),

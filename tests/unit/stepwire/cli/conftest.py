@@ -17,13 +17,16 @@ from stepwire.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 
 class FakeService(inference_pb2_grpc.InferenceServiceServicer):
-    """Answers with the words of `answer`; notes what it was asked. `error` fails every request."""
+    """Answers with the words of `answer`; notes what it was asked. `error` fails every request; `room`, those that may
+    become longer."""
 
     def __init__(self) -> None:
         self.answer = ["Par", "is", "."]
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.metadata: list[dict[str, str]] = []
         self.error: StepwireError | None = None
+        self.room = 2**31
+        self.finish_reason = inference_pb2.FINISH_REASON_STOP
         self.hang_after: int | None = None
         self.cancelled = threading.Event()
 
@@ -35,6 +38,9 @@ class FakeService(inference_pb2_grpc.InferenceServiceServicer):
         context.add_callback(self.cancelled.set)
         if self.error is not None:
             self._abort(context, self.error)
+        if request.sampling.max_tokens > self.room:
+            metadata = {"prompt_tokens": "5", "max_tokens": str(request.sampling.max_tokens)}
+            self._abort(context, StepwireError("PROMPT_TOO_LONG", "more than the context holds", metadata))
         started = inference_pb2.GenerateStarted(request_id="r-1", seed=7, model="fake", prompt_token_count=5)
         yield inference_pb2.GenerateResponse(started=started)
         for position, word in enumerate(self.answer):
@@ -65,7 +71,7 @@ class FakeService(inference_pb2_grpc.InferenceServiceServicer):
             position=position,
             token_ids=[100 + position],
             text=word,
-            finish_reason=inference_pb2.FINISH_REASON_LENGTH if is_last else inference_pb2.FINISH_REASON_UNSPECIFIED,
+            finish_reason=self.finish_reason if is_last else inference_pb2.FINISH_REASON_UNSPECIFIED,
         )
         if request.sampling.HasField("logprobs"):
             sampled = common_pb2.TokenLogprob(token_id=100 + position, logprob=-0.25)

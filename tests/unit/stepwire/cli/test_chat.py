@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from stepwire.rpc.errors import StepwireError
+from stepwire.v1 import inference_pb2
 
 
 def turns(request: Any) -> list[tuple[str, str]]:
@@ -35,6 +36,14 @@ def test_a_refused_turn_is_told_and_forgotten(command: Any) -> None:
     command.service.error = StepwireError("PROMPT_TOO_LONG", "the prompt is too long")
     done = command("chat", stdin="Hi\n")
     assert (done.exit_code, done.stderr) == (0, "Error: the prompt is too long\n")
+
+
+def test_an_answer_that_was_cut_is_told_and_kept(command: Any) -> None:
+    command.service.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+    done = command("chat", stdin="Hi\nAnd?\n")
+    assert (done.stdout, done.stderr.count("[the answer ended after 512 tokens")) == ("Paris.\nParis.\n", 2)
+    assert [request.sampling.max_tokens for request in command.service.requests] == [512, 512]
+    assert turns(command.service.requests[1])[1] == ("assistant", "Paris.")
 
 
 def test_nobody_there_is_told_before_the_first_line(command: Any) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from stepwire.cli.sampling_options import DEFAULT_MAX_TOKENS
 from stepwire.rpc.errors import StepwireError
+from stepwire.v1 import inference_pb2
 
 
 def test_standard_output_is_the_answer_alone(command: Any) -> None:
@@ -83,7 +85,42 @@ def test_every_sampling_flag_reaches_the_request(command: Any) -> None:
 
 def test_what_is_not_asked_for_is_not_sent(command: Any) -> None:
     command("generate", "x")
-    assert not command.service.requests[0].sampling.ListFields()
+    assert [(field.name, value) for field, value in command.service.requests[0].sampling.ListFields()] == [
+        ("max_tokens", DEFAULT_MAX_TOKENS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked", "note"),
+    [
+        ((), DEFAULT_MAX_TOKENS, "[the answer ended after 512 tokens: --max-tokens allows more, 0 all that fit]\n"),
+        (
+            ("--min-tokens", "600"),
+            600,
+            "[the answer ended after 600 tokens: --max-tokens allows more, 0 all that fit]\n",
+        ),
+        (("--max-tokens", "0"), None, "[the answer ended where the context is full]\n"),
+        (("--max-tokens", "9"), 9, ""),
+    ],
+)
+def test_the_length_that_ended_an_answer_is_told_unless_it_was_asked_for(
+    command: Any, flags: tuple[str, ...], asked: int | None, note: str
+) -> None:
+    command.service.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+    done = command("generate", "x", *flags)
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "Paris.\n", note)
+    sampling = command.service.requests[0].sampling
+    assert (sampling.max_tokens if sampling.HasField("max_tokens") else None) == asked
+
+
+def test_a_context_that_leaves_less_than_the_default_is_the_bound(command: Any) -> None:
+    command.service.room = 100
+    done = command("generate", "x", "--json")
+    assert [json.loads(line)["event"] for line in done.stdout.splitlines()].count("started") == 1
+    assert [request.sampling.HasField("max_tokens") for request in command.service.requests] == [True, False]
+    refused = command("generate", "x", "--max-tokens", "101")
+    assert (refused.exit_code, refused.stderr) == (1, "Error: more than the context holds (PROMPT_TOO_LONG)\n")
+    assert len(command.service.requests) == 3
 
 
 def test_several_answers_are_printed_whole(command: Any) -> None:
