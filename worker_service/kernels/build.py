@@ -1,12 +1,14 @@
 """Builds the compiled kernels for this machine, once: `python -m worker_service.kernels.build` does so ahead of time.
 
 The library is kept under ${STEPWIRE_CACHE:-~/.cache/stepwire}/kernels, named after all that it depends
-on, so another source, compiler, flag or CPU means another file, and none is ever out of date.
+on, so another source, compiler, flag or CPU means another file, and none is ever out of date. Whoever builds one
+removes those that nobody has used for 30 days; who has one mapped keeps it all the same.
 
 An image, which has no compiler and runs on CPUs that its builder does not know, brings libraries for several levels
 of CPUs in the folder that STEPWIRE_KERNELS names: `python -m worker_service.kernels.build --levels FOLDER`.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -36,6 +38,8 @@ _FLAGS = (
     "-Wno-psabi",
 )
 _TIMEOUT_S = 300.0
+_KEEP_UNUSED_S = 30 * 86400.0
+_MARK_EVERY_S = 86400.0
 # Features without which torch's own kernels are the better choice.
 _REQUIRED = {"x86_64": frozenset({"avx2", "fma"}), "aarch64": frozenset({"asimd"})}
 
@@ -72,15 +76,48 @@ def build() -> Path:
     flags, features = machine_flags()
     compiler = _compiler()
     target = cache_folder() / f"{_fingerprint(compiler, flags, features)}.so"
-    if target.exists():
+    if _is_marked_as_used(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / "build.lock").open("w") as lock:
+    with _lock(target.parent):
         # Workers that start together wait for the first one's build.
-        fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             _compile(compiler, flags, target)
+        _prune(target.parent)
     return target
+
+
+def _is_marked_as_used(path: Path) -> bool:
+    """Whether a library is there, and is not pruned before it is mapped: the time of its change says when it was used.
+
+    One that was not used for a day is marked under the lock, under which others prune.
+    """
+    try:
+        if time.time() - path.stat().st_mtime > _MARK_EVERY_S:
+            with _lock(path.parent):
+                os.utime(path)
+    except OSError:
+        # It is not there; or this user may not write here, and then nor may who would prune as this user.
+        return path.exists()
+    return True
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    with (folder / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _prune(folder: Path) -> None:
+    """Removes libraries that were not used for long, and what builds that were killed have left. Needs the lock."""
+    for path in folder.iterdir():
+        if path.is_dir() and path.name.startswith(tempfile.gettempprefix()):
+            # Of a build that did not end: one that runs would hold the lock.
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.suffix == ".so" and time.time() - path.stat().st_mtime > _KEEP_UNUSED_S:
+            path.unlink(missing_ok=True)
+            _log.info("kernels_pruned", path=str(path))
 
 
 def build_levels(folder: Path) -> list[Path]:

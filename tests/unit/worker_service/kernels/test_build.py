@@ -1,9 +1,13 @@
 """Building the library, with a stand-in for the compiler, and what happens where it cannot be built."""
 
+import fcntl
+import os
 import platform
 import shutil
 import subprocess
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,16 +44,89 @@ def test_builds_once_however_many_ask(cache: Path, compiler: Path) -> None:
     assert sorted(path.name for path in cache.iterdir()) == sorted([found[0].name, "build.lock"])
 
 
-def test_another_source_is_another_library(
-    cache: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = tmp_path / "cpu"
-    sources.mkdir()
-    (sources / "one.cpp").write_text("int one;")
-    monkeypatch.setattr(build, "SOURCES", sources)
+def test_another_source_is_another_library(cache: Path, compiler: Path, sources: Path) -> None:
     first = build.build()
-    (sources / "one.cpp").write_text("int two;")
+    changed(sources, "int two;")
     assert build.build() != first
+
+
+def aged(path: Path, days: float) -> Path:
+    then = time.time() - days * 86400
+    os.utime(path, (then, then))
+    return path
+
+
+def changed(sources: Path, text: str) -> None:
+    (sources / "one.cpp").write_text(text)
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cpu"
+    folder.mkdir()
+    changed(folder, "int one;")
+    monkeypatch.setattr(build, "SOURCES", folder)
+    return folder
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_build_removes_what_was_not_used_for_long(cache: Path, sources: Path) -> None:
+    old, recent = build.build(), cache / "recent.so"
+    recent.write_text("built")
+    aged(recent, 29)
+    with aged(old, 31).open("rb") as still_open:
+        left = cache / "tmpkilled"
+        left.mkdir()
+        (left / "one.o").write_text("part")
+        other = cache / "notes.txt"
+        other.write_text("not ours")
+        aged(other, 100)
+        changed(sources, "int two;")
+        new = build.build()
+        assert sorted(cache.iterdir()) == sorted([recent, new, other, cache / "build.lock"])
+        # Whoever has it mapped or open keeps it.
+        assert still_open.read() == b"built\n"
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_is_used_is_kept(cache: Path, sources: Path) -> None:
+    used = aged(build.build(), 31)
+    assert build.build() == used
+    changed(sources, "int two;")
+    build.build()
+    assert used.exists()
+
+
+@pytest.mark.usefixtures("compiler", "sources")
+def test_a_library_that_goes_while_its_user_waits_is_built_again(cache: Path) -> None:
+    library = aged(build.build(), 31)
+    with (cache / "build.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ThreadPoolExecutor(1) as users:
+            found = users.submit(build.build)
+            wait_for_lock(cache / "build.lock")
+            library.unlink()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert found.result(timeout=60) == library
+    assert library.exists()
+
+
+def wait_for_lock(path: Path) -> None:
+    """Returns when somebody waits for a lock on this file."""
+    inode = f":{path.stat().st_ino} "
+    while not any("->" in line and inode in line for line in Path("/proc/locks").read_text().splitlines()):
+        time.sleep(0.001)
+
+
+@pytest.mark.usefixtures("compiler", "sources")
+def test_a_cache_that_cannot_be_written_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = aged(build.build(), 31)
+
+    def refused(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(build.os, "utime", refused)
+    assert build.build() == library
 
 
 def test_a_compiler_that_fails_leaves_nothing_and_says_why(
