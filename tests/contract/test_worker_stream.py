@@ -389,14 +389,17 @@ async def test_shutting_down_answers_the_step_in_hand_and_no_more() -> None:
             await stream.send(decode_step(step_id, {1: step_id + 1}))
         await asyncio.to_thread(runtime.entered["execute"].wait, 10)
         reason = StepwireError("DRAINING", "the worker is shutting down")
-        ending = asyncio.create_task(worker.worker._lifecycle.shut_down(reason))
-        await asyncio.sleep(0)
-        assert not ending.done()
-        gate.set()
-        assert (await stream.receive()).step_id == 2
-        assert from_rpc_error(await stream.error()).reason == "DRAINING"
-        await ending
+        with capture_logs() as logs:
+            ending = asyncio.create_task(worker.worker._lifecycle.shut_down(reason))
+            await asyncio.sleep(0)
+            assert not ending.done()
+            gate.set()
+            assert (await stream.receive()).step_id == 2
+            assert from_rpc_error(await stream.error()).reason == "DRAINING"
+            await ending
         assert runtime.executed == [1, 2]
+        # That was asked for: nobody is to be warned of it.
+        assert [log["log_level"] for log in logs if log["event"] == "call_failed"] == ["info"]
 
 
 async def test_spans_of_sampled_requests_alone() -> None:

@@ -84,7 +84,7 @@ def test_recorded_steps_replay_to_the_same_tokens(server: Server, adapter: Path,
         done = run("admin", "flight", "--target", server.target, "--admin-key", KEY, "-o", str(path))
     assert done.returncode == 0, done.stderr
     done = run("replay", str(path), timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert "every token as recorded" in done.stdout and " 0 sequences left out" in done.stdout
     recording = flight_pb2.FlightRecording.FromString(path.read_bytes())
     assert [each.name for each in recording.adapters] == ["warm"] and len(recording.grammars) == 1

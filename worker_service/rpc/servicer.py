@@ -1,6 +1,7 @@
 """WorkerService over gRPC: messages to values and back, errors with their place. What happens is in lifecycle.py."""
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -288,7 +289,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             failure = phase_failure(error)
             if failure is None:
                 raise
-            _log.warning("call_failed", reason=failure.reason, error=failure.message, **place)
+            # That a worker was told to end is no failure of what it ends with: whoever told it knows, and `stopping`
+            # stands in the log already.
+            level = logging.INFO if failure.reason == "DRAINING" else logging.WARNING
+            _log.log(level, "call_failed", reason=failure.reason, error=failure.message, **place)
             raise placed(failure, place) from error
         finally:
             self._num_calls -= 1
