@@ -108,6 +108,7 @@ def _span(span: Span, depth: int, start_ns: int) -> dict[str, Any]:
         "span_id": span.span_id,
         "depth": depth,
         "name": span.name,
+        "label": span.label,
         "kind": span.kind,
         "service": span.service,
         "rank": span.attributes.get(names.RANK),

@@ -51,6 +51,18 @@ class Span:
         """Its length; 0 for one that ends before it starts."""
         return max(0, self.end_ns - self.start_ns)
 
+    @property
+    def place(self) -> tuple[tuple[str, str], ...]:
+        """Of which epoch and rank it is, as ("epoch", "2") and ("rank", "1"), as far as it says so."""
+        told = (("epoch", names.EPOCH), ("rank", names.RANK))
+        return tuple((word, str(self.attributes[key])) for word, key in told if key in self.attributes)
+
+    @property
+    def label(self) -> str:
+        """Its name, with its place: spans of several ranks and epochs have one name."""
+        place = ", ".join(f"{word} {value}" for word, value in self.place)
+        return f"{self.name} ({place})" if place else self.name
+
 
 @dataclass(frozen=True)
 class Trace:

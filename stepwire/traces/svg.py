@@ -108,10 +108,7 @@ def _x(trace: Trace, time_ns: int) -> float:
 
 
 def _label(span: Span) -> str:
-    name = span.name.rpartition("/")[2] if "/" in span.name else span.name
-    place = [f"{word} {span.attributes[key]}" for word, key in (("epoch", names.EPOCH), ("rank", names.RANK))
-             if key in span.attributes]  # fmt: skip
-    return f"{name} ({', '.join(place)})" if place else name
+    return span.label[span.name.rfind("/") + 1 :]
 
 
 def _escaped(words: str) -> str:

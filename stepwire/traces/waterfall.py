@@ -49,7 +49,7 @@ class _Columns:
     def fitting(cls, trace: Trace, width: int) -> "_Columns":
         service = min(_MAX_SERVICE_WIDTH, max(map(len, trace.services))) + 1 if width >= _MIN_WIDTH_FOR_SERVICE else 0
         longest = max(
-            len(_indent(depth)) + 2 + max(len(span.name), *(2 + len(event.name) for event in span.events), 0)
+            len(_indent(depth)) + 2 + max(len(span.label), *(2 + len(event.name) for event in span.events), 0)
             for depth, span in trace.tree[:_MAX_ROWS]
         )
         rest = width - service - _DURATION_WIDTH - 3
@@ -91,7 +91,7 @@ class Waterfall:
 
     def _span_line(self, span: Span, depth: int, columns: _Columns, colour: str, *, is_ascii: bool) -> Text:
         indent = _indent(depth)
-        short = _fitting(printable(span.name), columns.name - len(indent) - 2, is_ascii=is_ascii)
+        short = printable(_fitting(span, columns.name - len(indent) - 2, is_ascii=is_ascii))
         name = Text.assemble(indent, ("*" if is_ascii else "●", colour), " ", short)
         start = self._column(span.start_ns, columns.bar)
         end = max(start + 1, self._column(span.end_ns, columns.bar) + (span.end_ns >= self.trace.end_ns))
@@ -119,13 +119,15 @@ def _line(columns: _Columns, name: Text, service: Text, duration: str, bar: Text
     return line.append(f"{duration:>{_DURATION_WIDTH}} ").append_text(bar)
 
 
-def _fitting(name: str, width: int, *, is_ascii: bool) -> str:
-    """The name of an RPC without its package, or without its service, where that makes it fit; others as they are."""
-    path, slash, method = name.rpartition("/")
-    if not slash or len(name) <= width:
-        return name
-    service = path.rpartition(".")[2]
-    without_package = f"{service}/{method}"
+def _fitting(span: Span, width: int, *, is_ascii: bool) -> str:
+    """The span's label; where that is too long with the place in short, and of an RPC without package or service."""
+    if len(span.label) <= width:
+        return span.label
+    place = "".join(f" {word[0]}{value}" for word, value in span.place)
+    path, slash, method = span.name.rpartition("/")
+    if not slash or len(span.name) + len(place) <= width:
+        return span.name + place
+    without_package = f"{path.rpartition('.')[2]}/{method}"
     return without_package if len(without_package) <= width else f"{'...' if is_ascii else '…'}/{method}"
 
 

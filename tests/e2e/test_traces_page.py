@@ -42,6 +42,7 @@ def test_the_browser_shows_traces_and_their_waterfall_and_runs_no_hostile_name(t
             span("01", service="stepwire-client", name="stepwire.v1.InferenceService/Generate"),
             span("02", "01", service="stepwire-scheduler", name=hostile),
             span("03", "02", service="stepwire-worker", name="worker.decode"),
+            span("04", "02", service="stepwire-scheduler", name="attempt", attributes={names.EPOCH: 2, names.RANK: 1}),
         ]
     )
     page = serve_page(store, "127.0.0.1", 0)
@@ -51,7 +52,13 @@ def test_the_browser_shows_traces_and_their_waterfall_and_runs_no_hostile_name(t
     finally:
         page.close()
     assert "InferenceService/Generate" in listed
-    for name in ("InferenceService/Generate", "worker.decode", "stepwire-worker", "&lt;img src=x onerror="):
+    for name in (
+        "InferenceService/Generate",
+        "worker.decode",
+        "attempt (epoch 2, rank 1)",
+        "stepwire-worker",
+        "&lt;img src=x onerror=",
+    ):
         assert name in opened
     for document in (listed, opened):
         assert "<img src=x" not in document

@@ -3,6 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
+from stepwire.telemetry import names
 from stepwire.traces import SpanEvent, Trace, TraceStore, render_waterfall
 from stepwire.traces.waterfall import format_duration
 from tests.support.traces import MS, TRACE_ID, span
@@ -55,6 +56,18 @@ def test_lines_fit_the_console(width: int) -> None:
 def test_of_an_rpc_the_method_is_shown_in_any_width(width: int, name: str) -> None:
     lines = rendered(trace_of(span("a", name="stepwire.v1.WorkerService/LoadModel", service="s")), width)
     assert lines[-1].startswith(f"● {name} ")
+
+
+@pytest.mark.parametrize(("width", "label"), [(120, "attempt (epoch 2, rank {})"), (80, "attempt e2 r{}")])
+def test_attempts_of_several_ranks_and_epochs_are_told_apart_in_any_width(width: int, label: str) -> None:
+    scheduler = {"service": "stepwire-scheduler"}
+    path = [span("client"), span("server", "client", **scheduler), span("request", "server", **scheduler)]
+    attempts = [
+        span(str(rank), "request", name="attempt", attributes={names.EPOCH: 2, names.RANK: rank}, **scheduler)
+        for rank in (0, 1)
+    ]
+    lines = rendered(trace_of(*path, *attempts), width)
+    assert [line.partition(" stepwire")[0].strip("● ") for line in lines[-2:]] == [label.format(0), label.format(1)]
 
 
 def test_errors_show_their_message() -> None:
