@@ -183,10 +183,20 @@ UNTRACED_METHODS: Final = frozenset(
     }
 )
 
-# Calls of operators that change what is served: rare, and traced whatever the sampling ratio says.
+# Calls of operators that do more than look: rare, and traced whatever the sampling ratio says, with what they start.
 KEPT_METHODS: Final = frozenset(
     f"stepwire.v1.AdminService/{method}"
-    for method in ("AddReplica", "DrainReplica", "LoadAdapter", "UnloadAdapter", "Sleep", "WakeUp")
+    for method in (
+        "LoadModel",
+        "UnloadModel",
+        "Profile",
+        "AddReplica",
+        "DrainReplica",
+        "LoadAdapter",
+        "UnloadAdapter",
+        "Sleep",
+        "WakeUp",
+    )
 )
 
 

@@ -5,13 +5,15 @@ import itertools
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pb2 import MethodOptions
 from structlog.testing import capture_logs
 
 from stepwire.rpc.errors import StepwireError
 from stepwire.telemetry import names
 from stepwire.telemetry.spans import SpanRecorder
+from stepwire.v1 import admin_pb2
 from stepwire.v1 import inference_pb2 as pb
-from tests.support.scheduler_server import RunningScheduler, running_scheduler, until
+from tests.support.scheduler_server import ADMIN_KEY, RunningScheduler, running_scheduler, until
 from tests.support.spans import Kept
 from tests.support.worker_server import first_step, new_sequence, running_worker
 
@@ -65,6 +67,19 @@ async def test_a_recovery_is_a_trace_that_is_always_kept() -> None:
     assert not kept.named(REQUEST_SPAN)
 
 
+async def test_what_an_operator_does_is_a_trace_that_is_always_kept_and_what_one_looks_at_is_not() -> None:
+    kept = Kept()
+    async with running_scheduler(
+        admin_key=ADMIN_KEY, tracer_provider=SpanRecorder(kept, sample_ratio=0.0)
+    ) as scheduler:
+        await scheduler.operate(lambda client: client.get_state())
+        await scheduler.operate(lambda client: client.sleep())
+    assert [span.name for span in kept.spans if "Admin" in span.name] == ["stepwire.v1.AdminService/Sleep"]
+    methods = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods
+    doing = [method for method in methods if method.GetOptions().idempotency_level != MethodOptions.NO_SIDE_EFFECTS]
+    assert {f"stepwire.v1.AdminService/{method.name}" for method in doing} == names.KEPT_METHODS
+
+
 async def test_what_a_worker_calls_an_error_the_scheduler_calls_a_warning() -> None:
     """The root cause stands at ERROR once: where it is known best."""
     async with running_scheduler() as scheduler:
@@ -102,6 +117,10 @@ async def test_the_last_line_of_a_request_tells_its_story() -> None:
             await scheduler.worker_server.replace()
             await task
             await scheduler.error_of(text="", request_id="r2")
+            request = pb.GenerateRequest(
+                text="a", request_id="r3", priority=-1, sampling=pb.SamplingParams(max_tokens=1)
+            )
+            assert [answer async for answer in scheduler.stub.Generate(request, metadata=[("stepwire-tenant", "blue")])]
     last = {log["request_id"]: log for log in logs if log["event"].startswith("request_")}
     story = last["r1"]
     assert (story["event"], story["epochs"], story["preemptions"]) == ("request_finished", 2, 0)
