@@ -17,7 +17,8 @@ def note_end(model: str, trace: RequestTrace, live: LiveRequest | None, error: S
     """Ends a request's trace and logs how it went: `live` is None for one that was refused.
 
     The record is "request_finished", "request_cancelled" or "request_failed", and has ids, tokens, preemptions,
-    epochs, the seconds of each part that it was in ("queue_s", "decode_s", …) and of the whole.
+    epochs, moves between replicas, the seconds of each part that it was in ("queue_s", "decode_s", …) and of the
+    whole; and of tenant, priority and adapter those that it named.
     """
     fields: dict[str, object] = {"request_id": trace.request_id, "model": model}
     attributes: dict[str, AttributeValue] = {names.GEN_AI_RESPONSE_MODEL: model}
@@ -29,6 +30,9 @@ def note_end(model: str, trace: RequestTrace, live: LiveRequest | None, error: S
             "cached_tokens": live.num_cached_tokens,
             "finish_reasons": reasons,
         }
+        request = live.request
+        named = {"tenant": request.tenant, "priority": request.priority, "adapter_fingerprint": request.adapter}
+        fields |= {name: value for name, value in named.items() if value}
         if live.first_token_at is not None:
             fields["ttft_s"] = round(live.first_token_at - live.arrival, 4)
         attributes[names.GEN_AI_OUTPUT_TOKENS] = live.num_output_tokens
@@ -41,6 +45,7 @@ def note_end(model: str, trace: RequestTrace, live: LiveRequest | None, error: S
             "seconds": round(time.monotonic() - live.arrival, 4),
             "preemptions": trace.num_preemptions,
             "epochs": trace.num_epochs,
+            "moves": live.num_moves,
         }
     if error is None:
         _log.info("request_finished", **fields)

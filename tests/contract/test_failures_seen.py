@@ -128,4 +128,6 @@ async def test_the_last_line_of_a_request_tells_its_story() -> None:
     parts = sum(story[f"{part}_s"] for part in ("queue", "prefill", "decode", "recovery", "stream"))
     assert parts == pytest.approx(story["seconds"], abs=0.05)
     assert (last["r2"]["event"], last["r2"]["reason"]) == ("request_failed", "PROMPT_EMPTY")
-    assert len([log for log in logs if log["event"].startswith("request_")]) == 2
+    assert (last["r3"]["tenant"], last["r3"]["priority"], last["r3"]["moves"]) == ("blue", -1, 0)
+    assert not {"tenant", "priority", "adapter_fingerprint"} & story.keys(), "what was not said is not told"
+    assert len([log for log in logs if log["event"].startswith("request_")]) == 3
