@@ -10,7 +10,8 @@ where it awaits or GeneratorExit where it yields.
 import asyncio
 import hmac
 import inspect
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from hashlib import sha256
 from typing import Any, TypeAlias
@@ -20,7 +21,8 @@ import structlog
 from google.protobuf.message import DecodeError
 from opentelemetry import context as otel_context
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind, TracerProvider
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind, Tracer, TracerProvider
 
 from stepwire.rpc.deadlines import has_passed
 from stepwire.rpc.errors import STATUS_DETAILS_KEY, StepwireError, invalid_message, to_status
@@ -40,7 +42,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class TracingInterceptor(grpc.aio.ServerInterceptor):
-    """A SERVER span for each call, with the right status however the call ends.
+    """A SERVER span for each call, with the right status however the call ends, or if it never begins.
 
     Inside a handler the span is the current one. Calls of `names.UNTRACED_METHODS` get a span only
     when the caller sent a trace context.
@@ -61,7 +63,10 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
         if method in names.KEPT_METHODS:
             attributes[names.KEEP] = True
 
+        arrival = _Arrival(self._tracer, method, parent, attributes)
+
         async def traced(request: Any, context: Any) -> Any:
+            arrival.has_begun = True
             span = self._tracer.start_span(method, parent, kind=SpanKind.SERVER, attributes=attributes)
             token = otel_context.attach(trace.set_span_in_context(span, parent))
             timeout_s = context.time_remaining()
@@ -85,6 +90,31 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
                 end_rpc_span(span, code, text)
 
         return _rebuild(handler, traced)
+
+
+class _Arrival:
+    """A call from its arrival on. Dropped before its handler has begun, it records the span that that would have had:
+    gRPC does so with a call whose client has left by then, or whose deadline is over, as when the event loop runs late.
+    """
+
+    __slots__ = ("_arrived_ns", "_attributes", "_method", "_parent", "_tracer", "has_begun")
+
+    def __init__(self, tracer: Tracer, method: str, parent: Context, attributes: Mapping[str, str | bool]) -> None:
+        self._arrived_ns = time.time_ns()
+        self._tracer = tracer
+        self._method = method
+        self._parent = parent
+        self._attributes = attributes
+        self.has_begun = False
+
+    def __del__(self) -> None:
+        if not self.has_begun:
+            told = {**self._attributes, names.OUTCOME: names.OUTCOME_NOT_BEGUN}
+            span = self._tracer.start_span(
+                self._method, self._parent, kind=SpanKind.SERVER, attributes=told, start_time=self._arrived_ns
+            )
+            # Of a client that left and a deadline that passed it cannot be told which it was.
+            end_rpc_span(span, grpc.StatusCode.CANCELLED)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):

@@ -93,6 +93,8 @@ NUM_DECODING: Final = "stepwire.num_decoding"
 NUM_STARTED: Final = "stepwire.num_started"
 NUM_PREEMPTED: Final = "stepwire.num_preempted"
 OUTCOME: Final = "stepwire.outcome"
+# Of the span of a call whose client had left, or whose deadline was over, before its handler began.
+OUTCOME_NOT_BEGUN: Final = "not_begun"
 IS_SLOW: Final = "stepwire.slow"
 PHASE: Final = "stepwire.phase"
 RANK: Final = "stepwire.rank"

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -99,7 +100,8 @@ class Exporter(InMemorySpanExporter):
 class Rig:
     """A server with a probe, a channel to it, and the spans that it ended."""
 
-    def __init__(self, channel: grpc.aio.Channel, exporter: Exporter, server: grpc.aio.Server) -> None:
+    def __init__(self, address: str, channel: grpc.aio.Channel, exporter: Exporter, server: grpc.aio.Server) -> None:
+        self.address = address
         self.channel = channel
         self.exporter = exporter
         self.server = server
@@ -139,7 +141,7 @@ async def running(probe: Probe, *, server_key: str | None = None, key: str | Non
     await server.start()
     channel = create_channel(f"127.0.0.1:{port}", max_message_bytes=1 << 20, key=key)
     try:
-        yield Rig(channel, exporter, server)
+        yield Rig(f"127.0.0.1:{port}", channel, exporter, server)
     finally:
         await channel.close()
         await server.stop(0)
@@ -260,6 +262,34 @@ async def test_a_deadline_that_passes(kind: str) -> None:
         span = await rig.span()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert_span(span, kind, "DEADLINE_EXCEEDED", SpanStatus.ERROR)
+
+
+@pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream", "Writer"])
+async def test_a_deadline_that_passes_before_the_handler_begins(kind: str) -> None:
+    """As it does when the event loop runs late: the call has come, and gRPC never hands it over."""
+    probe = Probe(nothing)
+    codes: list[grpc.StatusCode] = []
+
+    def call() -> None:
+        try:
+            calls = channel.unary_unary if kind == "UnaryUnary" else channel.unary_stream
+            answer = calls(f"/{SERVICE}/{kind}")(b"", timeout=0.1, metadata=(("traceparent", TRACEPARENT),))
+            list(answer)
+        except grpc.RpcError as error:
+            codes.append(error.code())
+
+    async with running(probe) as rig:
+        with grpc.insecure_channel(rig.address) as channel:
+            await asyncio.to_thread(grpc.channel_ready_future(channel).result, 20)
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()  # Here, and not beside the loop, which is to stand still.
+            span = await rig.span()
+    assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED]
+    assert not probe.started.is_set()
+    assert_span(span, kind, "CANCELLED", SpanStatus.UNSET)
+    assert span.attributes is not None and span.attributes[names.OUTCOME] == names.OUTCOME_NOT_BEGUN
+    assert span.parent is not None and f"{span.parent.span_id:016x}" in TRACEPARENT
 
 
 @pytest.mark.parametrize("kind", STREAMED)
