@@ -6,7 +6,8 @@ one worker after the other is killed, and comes back. Services and client send t
 `stepwire.traces`; afterwards each trace is held against what the client saw.
 
 `complete`: share of requests with exactly one trace, one span of each side of the call and of the request, and the
-right status on all three. `orphans`: spans whose parent nobody sent. `sum_error_ok`: share of traces whose parts add up
+right status on all three; of a call whose deadline passed before the service could begin with it those of the call
+alone. `orphans`: spans whose parent nobody sent. `sum_error_ok`: share of traces whose parts add up
 to the latency of the call as the scheduler's RPC span has it, within 2 % + 1 ms. `attempts`: share of those that ran
 with exactly one attempt span for each rank in each epoch in which the client or a worker shows that they ran.
 """
@@ -110,6 +111,8 @@ async def run_load(
 
     asks = make_asks(num_requests, random.Random(seed))
     async with AsyncClient(services.target, tracer_provider=telemetry.tracer_provider) as client:
+        # A deadline that passed while the connection was made would be no service's to tell of.
+        await client.wait_ready()
         tasks = [asyncio.create_task(one(client, ask)) for ask in asks]
         killing = asyncio.create_task(kill_and_restart()) if kills else None
         outcomes = await asyncio.wait_for(asyncio.gather(*tasks), _GIVE_UP_S)

@@ -123,9 +123,15 @@ def _problems(trace: Trace, outcome: Outcome) -> list[str]:
         "server": [span for span in trace.spans if span.name == CALL and span.kind == "server"],
         "request": [span for span in trace.spans if names.GEN_AI_OPERATION in span.attributes],
     }
+    if _never_began(by_kind["server"], outcome):
+        # The service has nothing more to tell of it.
+        del by_kind["request"]
     for kind, spans in by_kind.items():
         if len(spans) != 1:
             return [f"has {len(spans)} {kind} spans"]
+    if "request" not in by_kind:
+        found = by_kind["client"][0].attributes.get(names.RPC_STATUS)
+        return [] if found == outcome.code else [f"the client span says {found}"]
     for side in ("client", "server"):
         found = by_kind[side][0].attributes.get(names.RPC_STATUS)
         if found != outcome.code:
@@ -139,6 +145,12 @@ def _problems(trace: Trace, outcome: Outcome) -> list[str]:
     if request.attributes.get(names.REQUEST_ID) != outcome.ask.request_id:
         problems.append("the request span has another id")
     return problems
+
+
+def _never_began(server: Sequence[Span], outcome: Outcome) -> bool:
+    """Whether the call was over for its client before the service could begin with it, as both sides tell."""
+    said = any(span.attributes.get(names.OUTCOME) == names.OUTCOME_NOT_BEGUN for span in server)
+    return said and not outcome.token_times and outcome.code in ("CANCELLED", "DEADLINE_EXCEEDED")
 
 
 def _sum_error(trace: Trace, request: Span) -> tuple[float, bool]:

@@ -97,6 +97,20 @@ def test_what_is_missing_or_wrong_is_found(spoil: Callable[[Spans], Any], what: 
     assert verdict.faults
 
 
+def test_of_a_call_that_never_began_only_its_own_spans_are_wanted() -> None:
+    late = {"reason": "DEADLINE_EXCEEDED", "code": "DEADLINE_EXCEEDED", "token_times": []}
+    kept = ("client", "server", ROOT_SPAN)
+    spans = {name: one for name, one in whole().items() if name in kept}
+    change("client", attributes={names.RPC_STATUS: "DEADLINE_EXCEEDED"})(spans)
+    change("server", attributes={names.RPC_STATUS: "CANCELLED", names.OUTCOME: names.OUTCOME_NOT_BEGUN})(spans)
+    assert verdict_on(spans, **late).complete == 1.0
+    # One that had an answer began; and both sides must tell of one that did not.
+    assert verdict_on(spans, **{**late, "token_times": [1.0]}).complete == 0.0
+    assert verdict_on(spans, code="OK", token_times=[]).complete == 0.0
+    change("server", attributes={names.RPC_STATUS: "CANCELLED"})(spans)
+    assert verdict_on(spans, **late).complete == 0.0
+
+
 def test_little_is_forgiven_of_the_sum() -> None:
     spans = whole()
     change("decode", end_ns=98 * MS)(spans)
