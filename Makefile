@@ -84,8 +84,9 @@ bench: setup ## run the benchmarks; BENCH=ready for one
 	@for name in $(or $(BENCH),$(BENCHES)); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 .PHONY: peers
-peers: ## build the engines to compare with (heavy)
+peers: setup ## build the engines to compare with, and write the models (heavy)
 	scripts/make_peers.sh
+	@$(BIN)/python -m benchmarks.peers.models
 
 .PHONY: gpu-wheels
 gpu-wheels: ## fetch what gpu-check needs beside torch, for a machine without a network (Python 3.12, x86-64)

@@ -38,14 +38,14 @@ PROMPT = "The capital of France is"
 System = PeerProcess | StepwireServer
 
 
-# Starts to measure, in a full run and in a quick one; vLLM's take more than a minute each.
-NUM_STARTS = {OURS: (5, 3), "vllm": (2, 1), "llamacpp": (1, 1), "hf": (5, 3)}
+# Starts to measure, in a full run and in a quick one; vLLM's take up to two minutes each.
+NUM_STARTS = {OURS: (5, 2), "vllm": (2, 1), "llamacpp": (1, 1), "hf": (5, 2)}
 
 
 def parse(arguments: Sequence[str]) -> Options:
     """The command line. Ends the process when it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: under 10 minutes and not 40")
+    parser.add_argument("--quick", action="store_true", help="one round of most rows: under 10 minutes and not 40")
     parser.add_argument(
         "--rows", default=",".join(KEYS), help="these rows only, with commas between: " + ",".join(KEYS)
     )
@@ -89,11 +89,13 @@ def measure_model(name: str, model: Model, rows: Sequence[Row], options: Options
     """All rows of one model; a peer that fails is left out from then on."""
     with_starts = options.starts and name == "demo"
     with tempfile.TemporaryDirectory(prefix="stepwire-compare-") as folder, closing() as systems:
-        for system in (OURS, *options.peers):
-            num = NUM_STARTS[system][options.quick] if with_starts else 1
-            seconds = open_system(systems, system, model, Path(folder), num, options, measured)
-            if with_starts:
-                measured.starts[system] = seconds
+        wanted = [peer for peer in options.peers if with_starts or any(peer in row.limits for row in rows)]
+        if with_starts:
+            for system in (OURS, *wanted):
+                num = NUM_STARTS[system][options.quick]
+                measured.starts[system] = open_system(systems, system, model, Path(folder), num, options, measured)
+        else:
+            open_together(systems, (*wanted, OURS), model, Path(folder), options, measured)
         if name == "demo":
             check_agreement(systems, measured)
         before = bandwidth() if name == "big" else None
@@ -132,6 +134,23 @@ def open_system(
         if index < num - 1:
             systems.pop(name).close()
     return seconds
+
+
+def open_together(
+    systems: dict[str, System], names: Sequence[str], model: Model, folder: Path, options: Options, measured: Measured
+) -> None:
+    """Starts systems side by side, where nobody asks how long each takes, and has each make a first token."""
+    for name in names:
+        say(f"starting {name}")
+        try:
+            systems[name] = start(name, model, folder, options)
+        except PeerFailed as error:
+            fail(systems, name, error, measured)
+    for name, system in list(systems.items()):
+        try:
+            system.generate(make_prompts("start 0", 1, 128, model.config.vocab_size), 1)
+        except PeerFailed as error:
+            fail(systems, name, error, measured)
 
 
 def start(name: str, model: Model, folder: Path, options: Options) -> System:
@@ -176,14 +195,14 @@ def measure_row(
     row: Row, model: Model, systems: dict[str, System], options: Options, measured: Measured
 ) -> dict[str, list[float]]:
     """Rates of each system, one for each round. The order turns round with each round."""
-    names = [name for name in systems if name == OURS or name in row.limits]
+    names = [name for name in (OURS, *NAMES) if name in systems and (name == OURS or name in row.limits)]
     rates: dict[str, list[float]] = {name: [] for name in names}
     decode_rates: list[float] = []
-    vocab_size = model.config.vocab_size
+    vocab_size, num_prompts = model.config.vocab_size, row.num_prompts(quick=options.quick)
     for number in range(-1, row.rounds[options.quick]):
         is_warm_up = number < 0
-        prompt_len = min(512, row.prompt_len) if is_warm_up else row.prompt_len
-        prompts = make_prompts(f"{row.key} {number}", row.batch, prompt_len, vocab_size)
+        prompt_len = row.warm_up_len(quick=options.quick) if is_warm_up else row.prompt_len
+        prompts = make_prompts(f"{row.key} {number}", num_prompts, prompt_len, vocab_size)
         for name in names if number % 2 else reversed(names):
             if name not in systems:
                 continue
@@ -193,7 +212,7 @@ def measure_row(
             except PeerFailed as error:
                 fail(systems, name, error, measured)
                 continue
-            check_counts(name, answer, row.batch, num_out)
+            check_counts(name, answer, num_prompts, num_out)
             if not is_warm_up:
                 rates[name].append(row.rate(answer))
                 if name == OURS and row.num_out > 1:

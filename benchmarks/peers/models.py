@@ -1,7 +1,8 @@
 """The models that peers are compared on, the same weights for all: a safetensors folder and a GGUF file, in bfloat16.
 
 They are made once, under `${STEPWIRE_CACHE:-~/.cache/stepwire}/compare`, from the demo model's GGUF (dequantised and
-rounded to bfloat16) and from random numbers in the shape of a Llama of about 1.1 billion parameters.
+rounded to bfloat16) and from random numbers in the shape of a Llama of about 1.1 billion parameters; by
+`python -m benchmarks.peers.models`, as `make peers` does, so that no comparison waits for it.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.ready import demo_model_path
 from loader.checkpoint import open_checkpoint
 from loader.config import ModelConfig, RopeConfig
 from loader.layout import expected_tensors
@@ -228,3 +230,8 @@ def _made(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return model
+
+
+if __name__ == "__main__":
+    demo_model(demo_model_path())
+    big_model()
