@@ -13,6 +13,7 @@ _MAX_LIMIT = 500
 _MAX_SPANS_SHOWN = 5_000
 _MAX_LINKED = 128
 
+_STARTS = (names.SPAN_STARTUP, names.SPAN_GROUP_RECOVERY, names.SPAN_LOAD)
 _STEP_PARTS = (names.SPAN_STEP_PREPARE, names.SPAN_STEP_FORWARD, names.SPAN_STEP_SAMPLE)
 
 
@@ -65,7 +66,8 @@ def kind_of(trace: Trace) -> str:
         return "requests"
     if trace.root.name == names.SPAN_STEP:
         return "steps"
-    if trace.root.name in (names.SPAN_STARTUP, names.SPAN_GROUP_RECOVERY, names.SPAN_LOAD):
+    # Below an operator's call where one has brought a model, or a replica.
+    if any(span.name.partition(".")[0] in _STARTS for span in trace.spans):
         return "starts"
     return "other"
 

@@ -136,13 +136,18 @@ def test_the_slowest_and_the_kinds(store: TraceStore, page: Page) -> None:
     store.add([span("a", trace_id=f"{3:032x}", end_ns=60 * MS, attributes=request)])
     store.add([span("a", trace_id=f"{4:032x}", end_ns=5 * MS, name=names.SPAN_STARTUP)])
     store.add([span("a", trace_id=f"{5:032x}", end_ns=4 * MS, name=names.SPAN_GROUP_RECOVERY)])
+    for number, phase in ((6, names.SPAN_STARTUP), (7, names.startup_span_name("load_model"))):
+        # What an operator has brought, by a call.
+        call = span("a", trace_id=f"{number:032x}", end_ns=2 * MS, name="stepwire.v1.AdminService/AddReplica")
+        store.add([call, span("b", "a", trace_id=f"{number:032x}", end_ns=MS, name=phase)])
 
     def found(query: str) -> list[int]:
         return [int(trace["trace_id"], 16) for trace in get(page, f"api/traces?{query}")["traces"]]
 
-    assert found("order=slowest") == [2, 3, 1, 4, 5]
+    assert found("order=slowest") == [2, 3, 1, 4, 5, 7, 6]
     assert found("order=slowest&kind=requests&limit=1") == [3]
-    assert (found("kind=steps"), found("kind=starts"), found("kind=nonsense")) == ([2], [5, 4], [5, 4, 3, 2, 1])
+    assert (found("kind=steps"), found("kind=starts")) == ([2], [7, 6, 5, 4])
+    assert found("kind=nonsense") == [7, 6, 5, 4, 3, 2, 1]
 
 
 def test_a_trace_comes_with_the_steps_that_it_links_to(store: TraceStore, page: Page) -> None:
