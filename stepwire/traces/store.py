@@ -63,6 +63,11 @@ class Span:
         place = ", ".join(f"{word} {value}" for word, value in self.place)
         return f"{self.name} ({place})" if place else self.name
 
+    @property
+    def short_label(self) -> str:
+        """The same in fewer characters, such as "attempt e2 r1"."""
+        return self.name + "".join(f" {word[0]}{value}" for word, value in self.place)
+
 
 @dataclass(frozen=True)
 class Trace:

@@ -62,7 +62,7 @@ def _tree_rows(trace: Trace) -> Iterator[Iterable[str]]:
     colours = _colours(trace)
     for depth, span in trace.tree[:_MAX_ROWS]:
         yield [
-            text(_MARGIN + 12 * min(depth, 8), 14, _short(_label(span), depth)),
+            text(_MARGIN + 12 * min(depth, 8), 14, _label(span, depth)),
             _bar(trace, span, "#d1242f" if span.is_error else colours[span.service]),
             *(_mark(trace, event.name, event.time_ns) for event in span.events),
             text(_WIDTH - _MARGIN, 14, format_duration(span.duration_ns), "dim", "end"),
@@ -107,17 +107,16 @@ def _x(trace: Trace, time_ns: int) -> float:
     return _BAR_X + _BAR_WIDTH * min(1.0, max(0.0, share))
 
 
-def _label(span: Span) -> str:
-    return span.label[span.name.rfind("/") + 1 :]
-
-
 def _escaped(words: str) -> str:
     """As XML has it, which knows no control characters."""
     return escape(printable(words))
 
 
-def _short(words: str, depth: int) -> str:
+def _label(span: Span, depth: int) -> str:
+    """As much of its label as there is room for, of an RPC the method alone."""
     room = (_NAME_WIDTH - 12 * min(depth, 8)) // 7
+    full, short = (words[span.name.rfind("/") + 1 :] for words in (span.label, span.short_label))
+    words = full if len(full) <= room else short
     return words if len(words) <= room else f"{words[: room - 1]}…"
 
 

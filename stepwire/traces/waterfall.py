@@ -123,10 +123,9 @@ def _fitting(span: Span, width: int, *, is_ascii: bool) -> str:
     """The span's label; where that is too long with the place in short, and of an RPC without package or service."""
     if len(span.label) <= width:
         return span.label
-    place = "".join(f" {word[0]}{value}" for word, value in span.place)
     path, slash, method = span.name.rpartition("/")
-    if not slash or len(span.name) + len(place) <= width:
-        return span.name + place
+    if not slash or len(span.short_label) <= width:
+        return span.short_label
     without_package = f"{path.rpartition('.')[2]}/{method}"
     return without_package if len(without_package) <= width else f"{'...' if is_ascii else '…'}/{method}"
 

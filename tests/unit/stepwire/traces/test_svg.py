@@ -29,8 +29,12 @@ def words(svg: str) -> list[str]:
 def test_the_tree_and_the_steps_by_rank() -> None:
     event = SpanEvent("first_token", 5 * MS, {})
     attributes = {names.EPOCH: 2, names.RANK: 1}
-    trace = Trace(TRACE_ID, (span("request", events=(event,)), span("attempt", "request", attributes=attributes)))
+    worker = span("worker.a_longer_name", "request", attributes=attributes)
+    trace = Trace(
+        TRACE_ID, (span("request", events=(event,)), span("attempt", "request", attributes=attributes), worker)
+    )
     svg = render_svg(trace, [step(1, ranks=2), step(4, ranks=2), step(400, ranks=2)])
+    assert "worker.a_longer_name e2 r1" in words(svg), "what does not fit is shortened, and not cut"
     assert {"request", "attempt (epoch 2, rank 1)", "first_token", "on rank 0", "on rank 1"} <= set(words(svg))
     assert svg.count("<title>step.forward ") == 4, "a step beyond the trace is left out"
     assert "linked" not in render_svg(trace)
