@@ -116,8 +116,10 @@ def _prune(folder: Path) -> None:
             # Of a build that did not end: one that runs would hold the lock.
             shutil.rmtree(path, ignore_errors=True)
         elif path.suffix == ".so" and time.time() - path.stat().st_mtime > _KEEP_UNUSED_S:
-            path.unlink(missing_ok=True)
-            _log.info("kernels_pruned", path=str(path))
+            # Another user's stays: what was just built is there, whatever cannot be removed.
+            with contextlib.suppress(OSError):
+                path.unlink()
+                _log.info("kernels_pruned", path=str(path))
 
 
 def build_levels(folder: Path) -> list[Path]:

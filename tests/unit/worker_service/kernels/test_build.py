@@ -129,6 +129,18 @@ def test_a_cache_that_cannot_be_written_is_used_as_it_is(monkeypatch: pytest.Mon
     assert build.build() == library
 
 
+@pytest.mark.usefixtures("compiler")
+def test_what_cannot_be_removed_fails_no_build(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = aged(build.build(), 31)
+
+    def refused(_path: Path) -> None:
+        raise PermissionError("another user's")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    changed(sources, "int two;")
+    assert build.build().exists() and old.exists()
+
+
 def test_a_compiler_that_fails_leaves_nothing_and_says_why(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
