@@ -76,16 +76,32 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """A table [rows.size, columns] that is looked up by token id; `name` is the tensor's without ".weight"."""
+    """A table [rows.size, columns] that is looked up by token id.
+
+    `name` is the tensor's without ".weight", and `scheme` tells how it is stored where it is quantised.
+    """
 
     name: str
     rows: Share
     columns: int
+    scheme: Scheme | None = None
+
+    @property
+    def outputs(self) -> Share:
+        """Its rows: as the weight of a product, which it may be too."""
+        return self.rows
+
+    @property
+    def inputs(self) -> Share:
+        """Its columns."""
+        return whole_share(self.columns)
 
     def slices(self) -> Iterator[WeightSlice]:
         """What is wanted of the checkpoint."""
-        shape = (self.rows.size, self.columns)
-        yield WeightSlice(f"{self.name}.weight", shape, 0, self.rows.start, self.rows.stop)
+        if self.scheme is None:
+            yield WeightSlice(f"{self.name}.weight", (self.rows.size, self.columns), 0, self.rows.start, self.rows.stop)
+        else:
+            yield from self.scheme.parts(self.name, self.rows, self.inputs)
 
 
 Parameter = Linear | Vector | Embedding | Stored
@@ -97,16 +113,18 @@ def parameters(config: ModelConfig, place: RankPlace) -> Iterator[Parameter]:
     Raises ValueError for a size that cannot split the model.
     """
     for parameter in _unquantised(config, place):
-        if isinstance(parameter, Linear) and config.quantisation is not None:
+        if isinstance(parameter, Linear | Embedding) and config.quantisation is not None:
             yield _with_scheme(parameter, config.quantisation)
         else:
             yield parameter
 
 
-def _with_scheme(part: Linear, quantisation: Quantisation) -> Linear:
+def _with_scheme(part: Linear | Embedding, quantisation: Quantisation) -> Linear | Embedding:
     scheme = quantisation.schemes.get(part.name)
     if scheme is None:
         return part
+    if isinstance(part, Embedding):
+        return replace(part, scheme=scheme)
     # Of a product that is split by rows one rank adds the bias.
     bias = part.bias or (part.name in quantisation.biased and part.inputs.start == 0)
     return replace(part, scheme=scheme, bias=bias)

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from loader.byte_runs import rank_byte_runs
+from loader.byte_runs import BLOCKS, rank_byte_runs
 from loader.checkpoint import Checkpoint
 from loader.config import ModelConfig
 from loader.layout import Embedding, Linear, num_held_kv_heads, parameters, weight_slices
 from loader.quantised.roundings import Rounding, rounded_bytes, rounding_of, weight_shape
+from loader.quantised.schemes import BlockScheme
 from loader.reading.tuning import READ_BUFFER_BYTES
-from loader.safetensors_format import DTYPE_BITS
 from loader.shares import RankPlace, stage_layers
 from loader.tensors import WeightSlice
 
@@ -69,8 +69,10 @@ def rank_needs(
     sizes = _held_bytes(config, place, value_bytes, rounding)
     weight_bytes = sum(sizes.values())
     # A head that shares the embedding's weight is packed into a copy, for looking up rows needs the weight as it was;
-    # one that is rounded serves both.
+    # one that is kept quantised, or is rounded, serves both.
     is_copied = place.is_last_stage and config.tie_word_embeddings and rounding in (None, "fp8")
+    if config.quantisation is not None and "model.embed_tokens" in config.quantisation.schemes:
+        is_copied = False
     copied = sizes["model.embed_tokens.weight"] if is_copied else 0
     resident_bytes = weight_bytes + copied + adapter_bytes
     layers = stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size)
@@ -110,14 +112,27 @@ def _held_bytes(config: ModelConfig, place: RankPlace, value_bytes: int, roundin
     for part in parameters(config, place):
         wanted = part.slices()
         rounded_to = rounding_of(part, rounding, is_tied=config.tie_word_embeddings)
-        if isinstance(part, Linear) and part.scheme is not None:
-            sizes[f"{part.name}.weight"] = part.scheme.resident_bytes(part.outputs, part.inputs)
-            wanted = part.bias_slices()
+        if isinstance(part, Linear | Embedding) and part.scheme is not None:
+            num_bytes = part.scheme.resident_bytes(part.outputs, part.inputs)
+            sizes[f"{part.name}.weight"] = num_bytes + _widened(config, part)
+            wanted = part.bias_slices() if isinstance(part, Linear) else iter(())
         elif rounded_to is not None and isinstance(part, Linear | Embedding):
             sizes[f"{part.name}.weight"] = rounded_bytes(weight_shape(part), rounded_to)
             wanted = part.bias_slices() if isinstance(part, Linear) else iter(())
         sizes.update((want.name, prod(want.part_shape) * value_bytes) for want in wanted)
     return sizes
+
+
+def _widened(config: ModelConfig, part: Linear | Embedding) -> int:
+    """What the compiled kernels make the integers of a GGUF's weight take more because another that is computed with it
+    has wider ones."""
+    parent, _, name = part.name.rpartition(".")
+    joined = [other for other, product in _JOINED.items() if name in _JOINED and product == _JOINED[name]]
+    if not isinstance(part.scheme, BlockScheme) or config.quantisation is None:
+        return 0
+    schemes = [config.quantisation.schemes.get(f"{parent}.{other}") for other in joined]
+    bits = max((scheme.form.bits for scheme in schemes if isinstance(scheme, BlockScheme)), default=0)
+    return len(part.outputs) * len(part.inputs) * max(0, bits - part.scheme.form.bits) // 8
 
 
 def _loading_bytes(checkpoint: Checkpoint, place: RankPlace, sizes: Mapping[str, int], value_bytes: int) -> int:
@@ -133,7 +148,7 @@ def _loading_bytes(checkpoint: Checkpoint, place: RankPlace, sizes: Mapping[str,
             continue
         name, (rows, columns) = f"{part.name}.weight", weight_shape(part)
         num_bytes, whole = sizes[name], rows * columns * value_bytes
-        if isinstance(part, Linear) and part.scheme is not None:
+        if part.scheme is not None:
             parts = list(part.scheme.parts(part.name, part.outputs, part.inputs))
             num_stored = sum(_stored_bytes(checkpoint, want) for want in parts)
             stored, held = stored + num_stored, held + num_bytes
@@ -149,7 +164,8 @@ def _loading_bytes(checkpoint: Checkpoint, place: RankPlace, sizes: Mapping[str,
 
 
 def _stored_bytes(checkpoint: Checkpoint, want: WeightSlice) -> int:
-    return prod(want.part_shape) * DTYPE_BITS[checkpoint.tensors[want.name].dtype] // 8
+    values, num_bytes = BLOCKS[checkpoint.tensors[want.name].dtype]
+    return prod(want.part_shape) // values * num_bytes
 
 
 def _placing_bytes(sizes: Iterable[tuple[str, int]]) -> int:

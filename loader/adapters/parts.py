@@ -63,4 +63,4 @@ def adapter_bytes(adapter: Adapter, place: RankPlace) -> int:
 
 def _slices(parameter: Parameter) -> Iterator[WeightSlice]:
     # What replaces the weight of a quantised base, too, is one tensor.
-    return (replace(parameter, scheme=None) if isinstance(parameter, Linear) else parameter).slices()
+    return (replace(parameter, scheme=None) if isinstance(parameter, Linear | Embedding) else parameter).slices()

@@ -103,6 +103,7 @@ def _bound(fields: Fields, product: Linear, scheme: Scheme, tensors: Tensors) ->
         return replace(scheme, scale_bytes=_scale_bytes(tensors.get(f"{name}.scales")))
     if isinstance(scheme, PackScheme):
         return _bound_packed(scheme, name, tensors)
+    assert isinstance(scheme, GridScheme)
     return _bound_grid(scheme, product, tensors)
 
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from loader.checkpoint import Checkpoint
-from loader.errors import CheckpointError
 from loader.layout import Embedding, Linear, parameters
 from loader.quantised.pack import StoredWeight, pack
 from loader.quantised.packed import flatten
 from loader.quantised.rounding import rounded_weight
 from loader.quantised.roundings import Rounding, rounding_of
+from loader.quantised.settle import check_rounding
 from loader.reading.report import LoadReport
 from loader.shares import RankPlace
 from loader.weights import load_weights
@@ -67,7 +67,7 @@ class _Collector:
 
     def expect(self, part: Linear | Embedding) -> None:
         """Announces a product, whose weight may be quantised, or an embedding, which may be a product too."""
-        if isinstance(part, Linear) and part.scheme is not None:
+        if part.scheme is not None:
             names = [want.name for want in part.scheme.parts(part.name, part.outputs, part.inputs)]
         elif self._rounding_of(part) is not None:
             names = [f"{part.name}.weight"]
@@ -91,7 +91,7 @@ class _Collector:
             self._pack(part, self._stored.pop(part.name))
 
     def _pack(self, part: Linear | Embedding, stored: dict[str, Tensor]) -> None:
-        if isinstance(part, Linear) and part.scheme is not None:
+        if part.scheme is not None:
             file = self._checkpoint.tensors[f"{part.name}.{next(iter(stored))}"].file
             packed = pack(StoredWeight(part.name, part.outputs, part.inputs, stored, file), part.scheme)
         else:
@@ -99,27 +99,3 @@ class _Collector:
             assert rounding is not None
             packed = rounded_weight(stored["weight"], rounding)
         self.result.update(flatten(part.name, packed))
-
-
-def check_rounding(checkpoint: Checkpoint, rounding: Rounding | None) -> None:
-    """Raises CheckpointError "unsupported" for a rounding of a checkpoint that is quantised already, or of a model that
-    is run by transformers' definition of it, which takes weights as they are."""
-    config, quantisation = checkpoint.config, checkpoint.config.quantisation
-    if rounding is not None and config.other is not None:
-        raise CheckpointError(
-            "unsupported",
-            f"{checkpoint.path}: {config.architecture} is none of our own models: its weights cannot be rounded",
-            "leave out quantize",
-            file=checkpoint.path,
-            found=config.architecture,
-        )
-    if rounding is None or quantisation is None:
-        return
-    raise CheckpointError(
-        "unsupported",
-        f"{checkpoint.path} is quantised by {quantisation.method}: its weights cannot be rounded to {rounding} too",
-        "leave out quantize, or use the unquantised model",
-        file=checkpoint.path,
-        expected="unquantised weights",
-        found=quantisation.method,
-    )

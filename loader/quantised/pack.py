@@ -10,9 +10,11 @@ from torch import Tensor
 
 from loader.errors import CheckpointError
 from loader.quantised.bits import pack_rows, row_bytes, rows_of_words, values_of_words
+from loader.quantised.blocks import pack_blocks
 from loader.quantised.packed import GroupedInts, Packed, ScaledGrid
 from loader.quantised.schemes import (
     AwqScheme,
+    BlockScheme,
     GptqScheme,
     GridScheme,
     PackScheme,
@@ -59,6 +61,8 @@ def pack(stored: StoredWeight, scheme: Scheme) -> Packed:
         return _pack_awq(stored, scheme)
     if isinstance(scheme, PackScheme):
         return _pack_packed(stored, scheme)
+    if isinstance(scheme, BlockScheme):
+        return _pack_blocks(stored, scheme)
     return _pack_gptq(stored, scheme)
 
 
@@ -213,6 +217,14 @@ def _pack_grid(stored: StoredWeight, scheme: GridScheme) -> ScaledGrid:
         first_column=stored.inputs.start % (scheme.block_columns or stored.inputs.size),
         activation=scheme.activation,
     )
+
+
+def _pack_blocks(stored: StoredWeight, scheme: BlockScheme) -> GroupedInts:
+    packed = pack_blocks(stored.tensors["weight"], scheme, stored.inputs)
+    for scales in (packed.scales, packed.minima):
+        if scales is not None:
+            _check_scales(stored, scales, "weight")
+    return packed
 
 
 def _check_scales(stored: StoredWeight, scales: Tensor, part: str = "") -> None:

@@ -4,7 +4,7 @@ Between reading and computing they are tensors by name (`flatten`, `take_packed`
 whatever moves, stores or counts tensors does so with these.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ class GroupedInts:
     `words` uint8 [out, bytes] holds q, packed along the inputs (see `bits`); `scales` [out, groups] is as stored,
     `zeros` uint8 [out, groups], or None for 2^(bits - 1). Input i belongs to group g(i) = (first + i) // group_size,
     or group_of[i] (int32 [in]) where that is given: a rank's share may begin inside a group.
+
+    With `minima`, of the type of the scales, w = scales · q + minima. With `factors`, int8 [out, groups], scales and
+    minima are [out, blocks], of several groups each: a group's scale is its block's times its factor, and its minimum
+    its block's times that of `minimum_factors`.
     """
 
     words: Tensor
@@ -30,13 +34,18 @@ class GroupedInts:
     num_inputs: int
     group_size: int
     first: int = 0
+    minima: Tensor | None = None
+    factors: Tensor | None = None
+    minimum_factors: Tensor | None = None
 
     def __post_init__(self) -> None:
-        num_outputs, num_groups = self.scales.shape
+        num_outputs, num_groups = (self.scales if self.factors is None else self.factors).shape
         if self.words.shape != (num_outputs, row_bytes(self.num_inputs, self.bits)):
             raise ValueError(f"words {tuple(self.words.shape)} do not fit {num_outputs} x {self.num_inputs}")
-        if self.zeros is not None and self.zeros.shape != self.scales.shape:
+        if self.zeros is not None and self.zeros.shape != (num_outputs, num_groups):
             raise ValueError(f"zeros {tuple(self.zeros.shape)} do not fit scales {tuple(self.scales.shape)}")
+        if num_groups % self.scales.shape[1] or (self.minima is not None and self.minima.shape != self.scales.shape):
+            raise ValueError(f"{num_groups} groups, or their minima, do not fit scales {tuple(self.scales.shape)}")
         if self.group_of is None and (self.first + self.num_inputs - 1) // self.group_size >= num_groups:
             raise ValueError(f"{self.num_inputs} inputs in groups of {self.group_size} need more than {num_groups}")
 
@@ -48,10 +57,28 @@ class GroupedInts:
     def dequantise(self, start: int = 0, stop: int | None = None) -> Tensor:
         """The rows [start, stop) as float32 [rows, in]."""
         values = unpack_rows(self.words[start:stop], self.bits, self.num_inputs).float()
-        scales = self.scales[start:stop].float()
+        scales = self._by_input(_by_group(self.scales, self.factors, start, stop))
+        if self.minima is not None:
+            return values.mul_(scales).add_(self._by_input(_by_group(self.minima, self.minimum_factors, start, stop)))
         if self.zeros is None:
-            return values.sub_(float(1 << (self.bits - 1))).mul_(self._by_input(scales))
-        return values.sub_(self._by_input(self.zeros[start:stop].float())).mul_(self._by_input(scales))
+            return values.sub_(float(1 << (self.bits - 1))).mul_(scales)
+        return values.sub_(self._by_input(self.zeros[start:stop].float())).mul_(scales)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Chosen rows, int64 [n], as float32 [n, in]."""
+
+        def chosen(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.index_select(0, numbers)
+
+        return replace(
+            self,
+            words=self.words.index_select(0, numbers),
+            scales=self.scales.index_select(0, numbers),
+            zeros=chosen(self.zeros),
+            minima=chosen(self.minima),
+            factors=chosen(self.factors),
+            minimum_factors=chosen(self.minimum_factors),
+        ).dequantise()
 
     def _by_input(self, by_group: Tensor) -> Tensor:
         """[rows, groups] -> [rows, in]."""
@@ -61,6 +88,14 @@ class GroupedInts:
         if spread.shape[1] == 1:
             return spread.expand(-1, self.num_inputs)
         return spread[:, self.first : self.first + self.num_inputs]
+
+
+def _by_group(scales: Tensor, factors: Tensor | None, start: int, stop: int | None) -> Tensor:
+    """The rows [start, stop) of scales, or of minima, as float32 [rows, groups]."""
+    values = scales[start:stop].float()
+    if factors is None:
+        return values
+    return values.repeat_interleave(factors.shape[1] // scales.shape[1], dim=1).mul_(factors[start:stop])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +193,9 @@ def take_packed(name: str, tensors: dict[str, Tensor]) -> Packed | None:
         num_inputs=num_inputs,
         group_size=group_size,
         first=first,
+        minima=tensors.pop(f"{name}.minima", None),
+        factors=tensors.pop(f"{name}.factors", None),
+        minimum_factors=tensors.pop(f"{name}.minimum_factors", None),
     )
 
 

@@ -6,10 +6,11 @@ too, so any share can be had. The group of each input (g_idx) is taken whole: on
 anything, and with such an order an input may belong to any group, so all scales are taken too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd, prod
 
+from loader.gguf_format import GGML_TYPES
 from loader.quantised.activations import Activation
 from loader.shares import Share
 from loader.tensors import WeightSlice
@@ -187,7 +188,76 @@ class GridScheme:
         return len(outputs) * len(inputs) + grid * self.scale_bytes + 4 * static + FORM_BYTES
 
 
-Scheme = GptqScheme | AwqScheme | PackScheme | GridScheme
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """A GGUF type of blocks: integers of up to 4 or 8 `bits`, which is how they are kept, in groups of `group_size`
+    inputs.
+
+    Each group has a scale, and a minimum where the type `has_minima`; of others `zero` is taken away from the integers.
+    In types `with_factors` a block has one scale, and one minimum, and a group a byte for each that multiplies it.
+    """
+
+    bits: int
+    group_size: int
+    zero: int = 0
+    has_minima: bool = False
+    with_factors: bool = False
+
+
+BLOCK_FORMS: Mapping[str, BlockForm] = {
+    "Q4_0": BlockForm(4, 32, zero=8),
+    "Q4_1": BlockForm(4, 32, has_minima=True),
+    "Q5_0": BlockForm(8, 32, zero=16),
+    "Q5_1": BlockForm(8, 32, has_minima=True),
+    "Q8_0": BlockForm(8, 32, zero=128),
+    "Q2_K": BlockForm(4, 16, has_minima=True, with_factors=True),
+    "Q3_K": BlockForm(4, 16, zero=4, with_factors=True),
+    "Q4_K": BlockForm(4, 32, has_minima=True, with_factors=True),
+    "Q5_K": BlockForm(8, 32, has_minima=True, with_factors=True),
+    "Q6_K": BlockForm(8, 16, zero=32, with_factors=True),
+}
+"""By storage type. All numbers of blocks are float16."""
+_BLOCK_SIZES = {name: block_values for name, block_values, _ in GGML_TYPES.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScheme:
+    """A weight [out, in] in blocks of a GGUF type along the inputs.
+
+    A rank whose share ends inside a block takes all of it.
+    """
+
+    dtype: str
+
+    @property
+    def form(self) -> BlockForm:
+        """What a block is made of."""
+        return BLOCK_FORMS[self.dtype]
+
+    @property
+    def block_size(self) -> int:
+        """Inputs of a block."""
+        return _BLOCK_SIZES[self.dtype]
+
+    def whole_blocks(self, inputs: Share) -> Share:
+        """The inputs of all blocks that hold some of a share."""
+        size = self.block_size
+        return Share(inputs.size, inputs.start // size * size, -(-inputs.stop // size) * size)
+
+    def parts(self, name: str, outputs: Share, inputs: Share) -> Iterator[WeightSlice]:
+        """What a rank with these shares needs, as stored."""
+        yield stored_slice(f"{name}.weight", (outputs, self.whole_blocks(inputs)), (self.dtype,))
+
+    def resident_bytes(self, outputs: Share, inputs: Share) -> int:
+        """Bytes in memory once packed."""
+        form, num_values = self.form, 1 + self.form.has_minima
+        wide = len(self.whole_blocks(inputs))
+        scales = 2 * num_values * wide // self.block_size
+        factors = num_values * wide // form.group_size if form.with_factors else 0
+        return len(outputs) * (-(-len(inputs) * form.bits // 8) + scales + factors) + FORM_BYTES
+
+
+Scheme = GptqScheme | AwqScheme | PackScheme | GridScheme | BlockScheme
 
 
 def stored_slice(name: str, shares: tuple[Share, ...], dtypes: tuple[str, ...]) -> WeightSlice:

@@ -6,7 +6,11 @@ import torch
 
 from loader.quantised.activations import Activation
 from loader.quantised.bits import pack_rows
+from loader.quantised.blocks import pack_blocks
 from loader.quantised.packed import GroupedInts, Packed, ScaledGrid
+from loader.quantised.schemes import BLOCK_FORMS, BlockScheme
+from loader.shares import Share, whole_share
+from tests.support.gguf_blocks import block_bytes, random_blocks
 
 OUT, IN = 70, 96
 
@@ -59,6 +63,18 @@ def grid(
     return ScaledGrid(values, scales, None, block_rows, block_columns, activation=activation)
 
 
+def blocks(
+    name: str, *, num_inputs: int = 256, share: Share | None = None, num_outputs: int = OUT, seed: int = 0
+) -> GroupedInts:
+    """A weight in blocks of a GGUF type, or the columns of it that are a share."""
+    scheme, inputs = BlockScheme(name), share or whole_share(num_inputs)
+    stored = torch.from_numpy(random_blocks(name, num_outputs * inputs.size // scheme.block_size, seed=seed, size=0.02))
+    wide = scheme.whole_blocks(inputs)
+    by_row = stored.view(num_outputs, -1)
+    first, last = (place // scheme.block_size * block_bytes(name) for place in (wide.start, wide.stop))
+    return pack_blocks(by_row[:, first:last].contiguous(), scheme, inputs)
+
+
 WEIGHTS: dict[str, Packed] = {
     "int4": grouped(),
     "int4_zeros": grouped(zeros=True),
@@ -80,5 +96,9 @@ WEIGHTS: dict[str, Packed] = {
     "blocks": grid(16, 32),
     "blocks_of_any_size": grid(7, 24),
     "odd_depth": grid(num_inputs=80, block_columns=80),
+    **{name: blocks(name) for name in BLOCK_FORMS},
+    "Q4_1_part": blocks("Q4_1", share=Share(256, 40, 200)),
+    "Q4_K_part": blocks("Q4_K", share=Share(512, 128, 448)),
+    "Q6_K_part_of_a_group": blocks("Q6_K", share=Share(512, 24, 300)),
 }
 """Those whose products round no inputs, [70, 96] or fewer inputs."""

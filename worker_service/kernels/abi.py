@@ -12,11 +12,11 @@ class Quantised(Structure):
     """SwQuantised."""
 
     _fields_ = (
-        *((name, _Pointer) for name in ("words", "scales", "zeros", "order")),
+        *((name, _Pointer) for name in ("words", "scales", "minima", "factors", "minimum_factors", "zeros", "order")),
         *(
             (name, c_int32)
             for name in (
-                *("bits", "inputs", "depth", "groups", "span", "zero", "scale_type"),
+                *("bits", "inputs", "depth", "groups", "groups_of_scale", "span", "zero", "scale_type"),
                 *("rounding", "rounding_group"),
             )
         ),

@@ -4,7 +4,7 @@ What several products of one input have in common is brought to one layout, so t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import gcd
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from loader.quantised.activations import Activation
-from loader.quantised.bits import unpack_rows
-from loader.quantised.packed import Packed, ScaledGrid
+from loader.quantised.packed import Packed
 from worker_service.kernels.layout import DTYPES, LANES, PANEL
+from worker_service.kernels.quantised_parts import Part, join, part_of
 
 SCALE_DTYPES = DTYPES
 
@@ -23,21 +23,24 @@ SCALE_DTYPES = DTYPES
 _SPANS = {**dict.fromkeys((torch.float32, torch.float16), (LANES,)), torch.bfloat16: (64, 32, LANES)}
 # Sums of 8-bit times 8-bit values, of so many, fit 32 bits.
 _MAX_ROUNDED_SPAN = 4096
-# Groups that are no multiples of a vector, or of any number of inputs, are filled up; not beyond this.
-_MOST_FILLING = 2
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedProduct:
-    """A weight [num_outputs, depth] for the kernels, see SwQuantised: scale * (word - zero).
+    """A weight [num_outputs, depth] for the kernels, see SwQuantised: scale * (word - zero) + minimum.
 
-    `words` uint8 [panels, steps, 32, 4]; `scales` [panels, groups, 32]; `zeros` uint8 alike, or None where all are
-    `zero`; `order` int32 [inputs] tells which input stands at each place, -1 for none, None where all stand in
-    theirs. With `activation` the input is rounded to int8.
+    `words` uint8 [panels, steps, 32, 4]; `scales` [panels, groups, 32], and maybe `minima` alike; `zeros` uint8
+    [panels, groups, 32], or None where all are `zero`. With `factors`, int8 [panels, groups, 32], scales and minima are
+    those of blocks of several groups, and are multiplied by a group's factor, and of `minimum_factors`. `order` int32
+    [inputs] tells which input stands at each place, -1 for none, None where all stand in theirs. With `activation` the
+    input is rounded to int8.
     """
 
     words: Tensor
     scales: Tensor
+    minima: Tensor | None
+    factors: Tensor | None
+    minimum_factors: Tensor | None
     zeros: Tensor | None
     order: Tensor | None
     num_outputs: int
@@ -55,7 +58,7 @@ class QuantisedProduct:
     @property
     def num_groups(self) -> int:
         """Groups of inputs, all of one size."""
-        return self.scales.shape[1]
+        return (self.scales if self.factors is None else self.factors).shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -85,23 +88,21 @@ def product_of(tensors: dict[str, Tensor]) -> QuantisedProduct:
     """What `flatten_product` made, its tensors by their own names."""
     num_outputs, depth, bits, span, zero, rounding = tensors[_FORM].tolist()
     activation = None if rounding == 0 else Activation("int8", group_size=None if rounding < 0 else rounding)
-    words, scales, zeros, order = (tensors.get(name) for name in ("words", "scales", "zeros", "order"))
-    assert words is not None and scales is not None
-    return QuantisedProduct(words, scales, zeros, order, num_outputs, depth, bits, span, zero, activation)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One weight in groups of `size` places: `values` uint8 [out, places], scales and zeros [out, groups]."""
-
-    values: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    zero: int
-    order: Tensor | None
-    size: int
-    depth: int
-    activation: Activation | None
+    return QuantisedProduct(
+        words=tensors["words"],
+        scales=tensors["scales"],
+        minima=tensors.get("minima"),
+        factors=tensors.get("factors"),
+        minimum_factors=tensors.get("minimum_factors"),
+        zeros=tensors.get("zeros"),
+        order=tensors.get("order"),
+        num_outputs=num_outputs,
+        depth=depth,
+        bits=bits,
+        span=span,
+        zero=zero,
+        activation=activation,
+    )
 
 
 def can_compute(activation: Activation | None) -> bool:
@@ -121,122 +122,16 @@ def pack_quantised(
     `layout.pack_gate_up`. None where they have no layout in common, or none that is not much larger than they are;
     raises ValueError for a form that the kernels do not compute.
     """
-    parts = [_part_of(weight) for weight in weights]
+    parts = [part_of(weight, can_compute) for weight in weights]
     if None in parts:
         return None
-    joined = _joined([part for part in parts if part is not None])
+    joined = join([part for part in parts if part is not None])
     return None if joined is None else _packed(joined, dtype, interleave=interleave)
 
 
-def _part_of(weight: Packed) -> _Part | None:
-    if isinstance(weight, ScaledGrid):
-        return _part_of_grid(weight)
-    depth = weight.num_inputs
-    values = unpack_rows(weight.words, weight.bits, depth)
-    zero = 1 << (weight.bits - 1)
-    # Of what is 2 or 3 bits wide nothing but the range differs from 4 bits.
-    part = _Part(values, weight.scales, weight.zeros, zero, None, weight.group_size, depth, None)
-    if weight.scales.shape[1] == 1 and weight.group_of is None:
-        return _filled(replace(part, size=_rounded_up(depth, LANES)))
-    if weight.group_of is None and weight.first == 0 and weight.group_size % LANES == 0:
-        return _filled(part)
-    group_of = weight.group_of
-    if group_of is None:
-        group_of = (torch.arange(depth) + weight.first) // weight.group_size
-    return _ordered(part, group_of)
-
-
-def _part_of_grid(weight: ScaledGrid) -> _Part | None:
-    if weight.values.dtype != torch.int8 or not can_compute(weight.activation):
-        raise ValueError(f"the kernels do not compute {weight.values.dtype} with inputs {weight.activation}")
-    num_outputs, depth = weight.shape
-    rows = (weight.first_row + torch.arange(num_outputs)) // weight.block_rows
-    scales = (
-        weight.scales.index_select(0, rows) if weight.scales.shape[0] > 1 else weight.scales.expand(num_outputs, -1)
-    )
-    values = (weight.values.view(torch.uint8) ^ 0x80).contiguous()
-    part = _Part(values, scales, None, 128, None, weight.block_columns, depth, weight.activation)
-    if scales.shape[1] == 1:
-        return _filled(replace(part, size=_rounded_up(depth, LANES)))
-    if weight.first_column == 0 and weight.block_columns % LANES == 0:
-        return _filled(part)
-    return _ordered(part, (torch.arange(depth) + weight.first_column) // weight.block_columns)
-
-
-def _filled(part: _Part) -> _Part:
-    """The same with values up to the end of the last group; what they are does not matter, for their inputs are 0."""
-    missing = part.scales.shape[1] * part.size - part.values.shape[1]
-    if missing < 0:
-        groups = -(-part.values.shape[1] // part.size)
-        raise ValueError(f"{part.scales.shape[1]} groups of {part.size} are fewer than {groups}")
-    return replace(part, values=functional.pad(part.values, (0, missing))) if missing else part
-
-
-def _ordered(part: _Part, group_of: Tensor) -> _Part | None:
-    """The same with the inputs of each group side by side, and groups filled up to one size."""
-    num_groups = part.scales.shape[1]
-    counts = torch.bincount(group_of, minlength=num_groups)
-    size = _rounded_up(int(counts.max()), LANES)
-    if num_groups * size > _MOST_FILLING * part.depth + PANEL:
-        return None
-    by_group = torch.argsort(group_of, stable=True)
-    starts = counts.cumsum(0) - counts
-    places = group_of[by_group] * size + torch.arange(part.depth) - starts[group_of[by_group]]
-    order = torch.full((num_groups * size,), -1, dtype=torch.int32)
-    order[places] = by_group.int()
-    values = part.values.new_zeros((part.values.shape[0], num_groups * size))
-    values[:, places] = part.values[:, by_group]
-    return replace(part, values=values, order=order, size=size)
-
-
-def _joined(parts: Sequence[_Part]) -> _Part | None:
-    """All parts as one, or None."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    if any(part.activation != first.activation for part in parts):
-        return None
-    if all(part.order is None for part in parts):
-        size = gcd(*(part.size for part in parts))
-        parts = [_in_groups_of(part, size, -(-part.depth // size)) for part in parts]
-    elif not all(
-        part.order is not None and part.size == first.size and torch.equal(part.order, _needed(first.order))
-        for part in parts
-    ):
-        return None
-    has_zeros = len({part.zero for part in parts}) > 1 or any(part.zeros is not None for part in parts)
-    dtypes = {part.scales.dtype for part in parts}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return replace(
-        parts[0],
-        values=torch.cat([part.values for part in parts]),
-        scales=torch.cat([part.scales.to(dtype) for part in parts]),
-        zeros=torch.cat([_zeros_of(part) for part in parts]) if has_zeros else None,
-    )
-
-
-def _needed(order: Tensor | None) -> Tensor:
-    return torch.empty(0, dtype=torch.int32) if order is None else order
-
-
-def _in_groups_of(part: _Part, size: int, num_groups: int) -> _Part:
-    times = part.size // size
-
-    def spread(by_group: Tensor) -> Tensor:
-        return by_group.repeat_interleave(times, dim=1)[:, :num_groups]
-
-    zeros = None if part.zeros is None else spread(part.zeros)
-    values = part.values[:, : num_groups * size]
-    return replace(part, values=values, scales=spread(part.scales), zeros=zeros, size=size)
-
-
-def _zeros_of(part: _Part) -> Tensor:
-    return torch.full(part.scales.shape, part.zero, dtype=torch.uint8) if part.zeros is None else part.zeros
-
-
-def _packed(part: _Part, dtype: torch.dtype, *, interleave: bool) -> QuantisedProduct:
-    bits = 4 if part.zero <= 8 and int(part.values.max()) < 16 else 8
-    scales = part.scales if part.scales.dtype in SCALE_DTYPES else part.scales.float()
+def _packed(part: Part, dtype: torch.dtype, *, interleave: bool) -> QuantisedProduct:
+    bits = 4 if part.bits == 4 or (part.zero <= 8 and int(part.values.max()) < 16) else 8
+    dtype_of_scales = part.scales.dtype if part.scales.dtype in SCALE_DTYPES else torch.float32
 
     def in_panels(tensor: Tensor) -> Tensor:
         """[out, n] -> [panels, 32, n]."""
@@ -248,10 +143,18 @@ def _packed(part: _Part, dtype: torch.dtype, *, interleave: bool) -> QuantisedPr
             tensor = functional.pad(tensor, (0, 0, 0, missing))
         return tensor.reshape(-1, PANEL, tensor.shape[1])
 
+    def by_group(tensor: Tensor | None, to: torch.dtype) -> Tensor | None:
+        return None if tensor is None else in_panels(tensor.to(to)).transpose(1, 2).contiguous()
+
+    scales = by_group(part.scales, dtype_of_scales)
+    assert scales is not None
     return QuantisedProduct(
-        words=_words_of(in_panels(part.values), bits),
-        scales=in_panels(scales).transpose(1, 2).contiguous(),
-        zeros=None if part.zeros is None else in_panels(part.zeros).transpose(1, 2).contiguous(),
+        words=_words_of_4_bits(in_panels(part.values)) if part.bits == 4 else _words_of(in_panels(part.values), bits),
+        scales=scales,
+        minima=by_group(part.minima, dtype_of_scales),
+        factors=by_group(part.factors, torch.int8),
+        minimum_factors=by_group(part.minimum_factors, torch.int8),
+        zeros=by_group(part.zeros, torch.uint8),
         order=part.order,
         num_outputs=part.values.shape[0],
         depth=part.depth,
@@ -266,18 +169,31 @@ def _words_of(values: Tensor, bits: int) -> Tensor:
     """uint8 [panels, 32, inputs] -> [panels, steps, 32, 4]; of 4 bits, inputs 4 to 7 of eight in the high halves."""
     panels, columns, inputs = values.shape
     if bits == 8:
-        return values.view(panels, columns, inputs // 4, 4).transpose(1, 2).contiguous()
+        fours = values.contiguous().view(torch.int32).transpose(1, 2).contiguous()
+        return fours.view(torch.uint8).view(panels, inputs // 4, columns, 4)
     halves = values.view(panels, columns, inputs // 8, 2, 4)
     return (halves[:, :, :, 0] | (halves[:, :, :, 1] << 4)).transpose(1, 2).contiguous()
 
 
-def _span_of(part: _Part, dtype: torch.dtype) -> int:
+def _words_of_4_bits(packed: Tensor) -> Tensor:
+    """As `_words_of`, of pairs in bytes: uint8 [panels, 32, inputs / 2]."""
+    panels, columns, size = packed.shape
+    eights = packed.contiguous().view(torch.int32).transpose(1, 2).contiguous()
+    differ = torch.empty_like(eights)  # new memory for each step would take most of the time
+    # Inputs 0 to 3 of eight come in turn with 4 to 7: the middle two of four bytes change places, then halves of bytes.
+    for shift, those in ((8, 0x0000FF00), (4, 0x00F000F0)):
+        torch.bitwise_right_shift(eights, shift, out=differ)
+        differ ^= eights
+        differ &= those
+        eights ^= differ
+        differ <<= shift
+        eights ^= differ
+    return eights.view(torch.uint8).view(panels, size // 4, columns, 4)
+
+
+def _span_of(part: Part, dtype: torch.dtype) -> int:
     if part.activation is None:
         return next(span for span in _SPANS[dtype] if part.size % span == 0)
     size = gcd(part.size, part.activation.group_size or part.size)
     parts = next(n for n in range(1, size // LANES + 1) if size % (n * LANES) == 0 and size // n <= _MAX_ROUNDED_SPAN)
     return size // parts
-
-
-def _rounded_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

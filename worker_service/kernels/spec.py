@@ -140,8 +140,7 @@ def check_quantised(name: str, product: QuantisedProduct, out: int, depth: int) 
     if product.scales.dtype not in SCALE_DTYPES:
         raise ValueError(f"{name}.scales must be of {SCALE_DTYPES}, not {product.scales.dtype}")
     check_tensor(f"{name}.words", product.words, torch.uint8, (panels, inputs * product.bits // 32, PANEL, 4))
-    check_tensor(f"{name}.scales", product.scales, product.scales.dtype, (panels, groups, PANEL))
-    check_tensor(f"{name}.zeros", product.zeros, torch.uint8, (panels, groups, PANEL))
+    _check_scales(name, product, panels)
     check_tensor(f"{name}.order", product.order, torch.int32, (inputs,))
     if product.order is None:
         if inputs < depth:
@@ -151,6 +150,20 @@ def check_quantised(name: str, product: QuantisedProduct, out: int, depth: int) 
     size = None if product.activation is None else product.activation.group_size
     if size is not None and (size % span or product.order is not None):
         raise ValueError(f"{name} rounds its inputs by {size}, which are no whole spans of {span} in their order")
+
+
+def _check_scales(name: str, product: QuantisedProduct, panels: int) -> None:
+    groups, scales = product.num_groups, product.scales.shape[1] if product.scales.ndim == 3 else 0
+    has_factors = product.factors is not None
+    if not scales or groups % scales or (has_factors and (product.minima is None) != (product.minimum_factors is None)):
+        raise ValueError(f"{name} has {groups} groups and {scales} scales, or minima that they do not fit")
+    if product.minima is not None and product.activation is not None:
+        raise ValueError(f"{name} has minima, and rounds its inputs")
+    for part in ("scales", "minima"):
+        check_tensor(f"{name}.{part}", getattr(product, part), product.scales.dtype, (panels, scales, PANEL))
+    for part in ("factors", "minimum_factors", "zeros"):
+        dtype = torch.uint8 if part == "zeros" else torch.int8
+        check_tensor(f"{name}.{part}", getattr(product, part), dtype, (panels, groups, PANEL))
 
 
 def norm_whole(spec: DecoderSpec) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from loader.layout import Embedding, Linear, Vector
-from loader.quantised.packed import Packed, ScaledGrid, take_packed
+from loader.quantised.packed import Packed, take_packed
 from worker_service.kernels.linear import LinearKernel, make_linear
 from worker_service.kernels.quantised import make_joined_linear, make_quantised_linear
 from worker_service.models.collectives import Collectives
@@ -65,12 +65,11 @@ class VocabParallelEmbedding:
         self._table = table
         self._group = group
         self._dtype = torch.float32
-        self.weight: torch.Tensor | ScaledGrid = torch.empty(0)
+        self.weight: torch.Tensor | Packed = torch.empty(0)
 
     def place(self, tensors: Tensors) -> None:
         """Takes its tensors out of `tensors`."""
         packed = take_packed(self._table.name, tensors)
-        assert packed is None or isinstance(packed, ScaledGrid)
         self.weight = tensors.pop(f"{self._table.name}.weight") if packed is None else packed
 
     def prepare(self, dtype: torch.dtype) -> None:

@@ -26,7 +26,7 @@ from worker_service.kernels.quantised_layout import (
 from worker_service.kernels.spec import MAX_HEAD_DIM, DecoderSpec, LayerWeights, Product, RopeTable
 from worker_service.models.rope import rope_frequencies, rope_shape
 
-LAYOUT = "native-2"
+LAYOUT = "native-3"
 """Names what `pack_weights` makes; to be changed with it."""
 
 _ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -113,19 +113,24 @@ def pack_weights(config: ModelConfig, part: NativePart, tensors: Tensors, dtype:
     for number in part.layers:
         layer = _pack_layer(config, f"model.layers.{number}", tensors, dtype)
         packed.update((f"layers.{number}.{name}", tensor) for name, tensor in layer.items())
-    shared = take_packed("model.embed_tokens", tensors)
-    if shared is not None:
-        # The head's rows are the embedding's, and are looked up there.
-        packed |= _named("head", _packed_product([shared], dtype))
-    else:
-        embedding = tensors.pop("model.embed_tokens.weight", None)
-        if embedding is not None and part.place.is_first_stage:
-            packed["embedding"] = embedding.contiguous()
-        if part.place.is_last_stage:
-            head = embedding if embedding is not None and config.tie_word_embeddings else _taken("lm_head", tensors)
-            packed |= _named("head", _packed_product([head], dtype))
+    packed |= _pack_vocabulary(config, part, tensors, dtype)
     if part.place.is_last_stage:
         packed["final_norm"] = _norm_weight(config, tensors.pop("model.norm.weight"))
+    return packed
+
+
+def _pack_vocabulary(config: ModelConfig, part: NativePart, tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """The embedding and the head, where this rank has them."""
+    packed: Tensors = {}
+    embedding = take_packed("model.embed_tokens", tensors) or tensors.pop("model.embed_tokens.weight", None)
+    if embedding is not None and not isinstance(embedding, torch.Tensor):
+        # A head that shares its weight is where rows are looked up, too.
+        packed |= _named("head" if config.tie_word_embeddings else "embedding", _packed_product([embedding], dtype))
+    elif embedding is not None and part.place.is_first_stage:
+        packed["embedding"] = embedding.contiguous()
+    if part.place.is_last_stage and not any(name.startswith("head") for name in packed):
+        head = embedding if config.tie_word_embeddings and embedding is not None else _taken("lm_head", tensors)
+        packed |= _named("head", _packed_product([head], dtype))
     return packed
 
 

@@ -26,15 +26,18 @@ enum {
   SW_NUM_OPERATORS
 };
 
-// A weight [out, depth] of few bits a value: scale * (word - zero). Its inputs stand in `order`, in groups of equal
-// size, and are filled up so that groups are whole spans, of which one after the other is computed.
+// A weight [out, depth] of few bits a value: scale * (word - zero) + minimum. Its inputs stand in `order`, in groups of
+// equal size, and are filled up so that groups are whole spans, of which one after the other is computed.
 struct SwQuantised {
   const uint8_t* words;  // 8 bits: [panels][inputs / 4][32 columns][4]; 4 bits: [panels][inputs / 8][32][4], the first
                          // four of eight inputs in the low halves
-  const void* scales;    // [panels][groups][32]
+  const void* scales;    // [panels][groups / groups_of_scale][32]
+  const void* minima;    // likewise; null where all are 0
+  // By which a group's scale, and its minimum, is multiplied: [panels][groups][32]; null for 1.
+  const int8_t *factors, *minimum_factors;
   const uint8_t* zeros;  // likewise; null where all are `zero`
   const int32_t* order;  // [inputs] which input stands at each place, below 0 for none; null where each in its own
-  int32_t bits, inputs, depth, groups, span, zero, scale_type;
+  int32_t bits, inputs, depth, groups, groups_of_scale, span, zero, scale_type;
   int32_t rounding, rounding_group;  // to int8: the group is a multiple of the span
 };
 

@@ -11,10 +11,12 @@ namespace stepwire {
 using Bytes = int8_t __attribute__((vector_size(16)));
 using Shorts = int16_t __attribute__((vector_size(32)));
 
-// What a span's integers are multiplied by, and their sum; of three bytes that of the last is kept apart.
+// What a span's integers are multiplied by, and their sum; of three bytes that of the last is kept apart. And the sum
+// of the inputs that they stand for.
 struct SpanTotal {
   float scale;
   int32_t total, last_total;
+  float sum;
 };
 
 // Rows of integers x = scale * (b0 * 256^(n-1) + ... + b(n-1)), each byte from -128 to 127.
@@ -147,7 +149,10 @@ void take_digits(const U* x, int depth, const SwQuantised& weight, const Digits&
       }
       store_bytes(bytes + at, left);
     }
-    totals[span] = {scale, sum_lanes(total), sum_lanes(last_total)};
+    const int32_t sum = sum_lanes(total), last_sum = sum_lanes(last_total);
+    // Scales are powers of two where sums are asked for: rounded once, if at all, fused or not.
+    const float all = last_byte < 2 ? (float)sum : (float)((int64_t)sum * 256 + last_sum);
+    totals[span] = {scale, sum, last_sum, all * scale};
   }
   // Shows in every sum of the row.
   if (!(sum_lanes(bad) == 0)) totals[0].scale = NAN;

@@ -71,14 +71,40 @@ SW_INLINE Ints load_bytes(const uint8_t* from) {
 #endif
 }
 
-SW_INLINE Floats load_scales(const SwQuantised& weight, ptrdiff_t at) {
-  if (weight.scale_type == SW_F32) return load(static_cast<const float*>(weight.scales) + at);
-  if (weight.scale_type == SW_BF16) return load(static_cast<const bf16*>(weight.scales) + at);
-  return load(static_cast<const f16*>(weight.scales) + at);
+SW_INLINE Floats load_numbers(const void* numbers, int type, ptrdiff_t at) {
+  if (type == SW_F32) return load(static_cast<const float*>(numbers) + at);
+  if (type == SW_BF16) return load(static_cast<const bf16*>(numbers) + at);
+  return load(static_cast<const f16*>(numbers) + at);
 }
 
-SW_INLINE Ints load_zeros(const SwQuantised& weight, ptrdiff_t at) {
-  return weight.zeros ? load_bytes(weight.zeros + at) : Ints{} + weight.zero;
+// Where the 32 columns of a group lie, by groups and by what scales are stored of.
+struct GroupPlace {
+  ptrdiff_t group, scale;
+};
+
+SW_INLINE GroupPlace place_of(const SwQuantised& weight, int panel, int group) {
+  if (weight.groups_of_scale == 1) {
+    const ptrdiff_t at = ((ptrdiff_t)panel * weight.groups + group) * kPanel;
+    return {at, at};
+  }
+  const int scales = weight.groups / weight.groups_of_scale;
+  return {((ptrdiff_t)panel * weight.groups + group) * kPanel,
+          ((ptrdiff_t)panel * scales + group / weight.groups_of_scale) * kPanel};
+}
+
+// Of 16 columns from `column` on. A product with a factor is exact: eleven bits and seven.
+SW_INLINE Floats load_scales(const SwQuantised& weight, GroupPlace at, int column) {
+  const Floats scales = load_numbers(weight.scales, weight.scale_type, at.scale + column);
+  return weight.factors ? scales * load(weight.factors + at.group + column) : scales;
+}
+
+SW_INLINE Floats load_minima(const SwQuantised& weight, GroupPlace at, int column) {
+  const Floats minima = load_numbers(weight.minima, weight.scale_type, at.scale + column);
+  return weight.minimum_factors ? minima * load(weight.minimum_factors + at.group + column) : minima;
+}
+
+SW_INLINE Ints load_zeros(const SwQuantised& weight, GroupPlace at, int column) {
+  return weight.zeros ? load_bytes(weight.zeros + at.group + column) : Ints{} + weight.zero;
 }
 
 SW_INLINE Floats to_floats(Ints value) { return __builtin_convertvector(value, Floats); }
@@ -88,6 +114,8 @@ template <int N, int R>
 struct ByteSums {
   static constexpr int kRows = R, kInputBytes = 1;
   Ints sum[R][N][2];
+
+  SW_INLINE void clear() { memset(sum, 0, sizeof sum); }
 
   // What the zero points take away: of three bytes that of the first two is kept apart, for it would not fit.
   SW_INLINE void begin(const SpanTotal* totals, ptrdiff_t spans, const Ints (&zero)[2]) {
@@ -140,6 +168,8 @@ struct JoinedSums {
   static constexpr int kRows = R, kInputBytes = 2;
   Ints sum[R][2];
 
+  SW_INLINE void clear() { memset(sum, 0, sizeof sum); }
+
   SW_INLINE void begin(const SpanTotal* totals, ptrdiff_t spans, const Ints (&zero)[2]) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
@@ -174,14 +204,16 @@ void multiply_quantised(const Digits& x, int row, const SwQuantised& weight, int
   const uint8_t* words = weight.words + (ptrdiff_t)panel * (weight.inputs / kInputs) * kStepBytes;
   const int8_t* inputs = x.row_bytes(row);
   const SpanTotal* totals = x.row_totals(row);
+  const bool has_zero = weight.zeros || weight.zero;
   Floats total[R][2] = {};
   for (int group = 0; group < weight.groups; ++group) {
-    const ptrdiff_t at = ((ptrdiff_t)panel * weight.groups + group) * kPanel;
-    const Ints zero[2] = {load_zeros(weight, at), load_zeros(weight, at + kLanes)};
+    const GroupPlace at = place_of(weight, panel, group);
+    const Ints zero[2] = {load_zeros(weight, at, 0), load_zeros(weight, at, kLanes)};
+    const SpanTotal* first = totals;
     Floats part[R][2] = {};
     for (int span = 0; span < spans_of_group; ++span, ++totals) {
       Sums sum;
-      sum.begin(totals, x.spans, zero);
+      has_zero ? sum.begin(totals, x.spans, zero) : sum.clear();
       for (int i = 0; i < weight.span; i += kInputs) {
         const Words both[2] = {load_words(words), load_words(words + 64)};
         sum.template add<Bits>(inputs, x.inputs, both);
@@ -194,11 +226,21 @@ void multiply_quantised(const Digits& x, int row, const SwQuantised& weight, int
         for (int v = 0; v < 2; ++v)
           part[r][v] = fma(sum.value(r, v), splat(totals[r * x.spans].scale), part[r][v]);
     }
-    const Floats scale[2] = {load_scales(weight, at), load_scales(weight, at + kLanes)};
+    const Floats scale[2] = {load_scales(weight, at, 0), load_scales(weight, at, kLanes)};
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) total[r][v] = fma(part[r][v], scale[v], total[r][v]);
+    if (!weight.minima) continue;
+    // Each is added as often as the group's inputs sum up to.
+    const Floats minimum[2] = {load_minima(weight, at, 0), load_minima(weight, at, kLanes)};
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      float sum = first[r * x.spans].sum;
+      for (int span = 1; span < spans_of_group; ++span) sum += first[r * x.spans + span].sum;
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) total[r][v] = fma(splat(sum), minimum[v], total[r][v]);
+    }
   }
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2; ++v) store(sums[r] + v * kLanes, total[r][v]);
@@ -242,16 +284,17 @@ void unpack_row(const SwQuantised& weight, int row, float* to) {
   const int inputs_of_step = 32 / weight.bits;
   const uint8_t* words = weight.words + (ptrdiff_t)panel * weight.inputs * kPanel * weight.bits / 8 + column * 4;
   for (int group = 0; group < weight.groups; ++group) {
-    const ptrdiff_t at = ((ptrdiff_t)panel * weight.groups + group) * kPanel;
+    const GroupPlace at = place_of(weight, panel, group);
     const int half = column / kLanes * kLanes, lane = column % kLanes;
-    const float scale = load_scales(weight, at + half)[lane];
-    const int zero = load_zeros(weight, at + half)[lane];
+    const float scale = load_scales(weight, at, half)[lane];
+    const float minimum = weight.minima ? load_minima(weight, at, half)[lane] : 0.0f;
+    const int zero = load_zeros(weight, at, half)[lane];
     for (int i = group * size; i < (group + 1) * size; ++i) {
       const int step = i / inputs_of_step, within = i % inputs_of_step;
       const uint8_t word = words[step * (ptrdiff_t)kPanel * 4 + within % 4];
       const int value = weight.bits == 8 ? word : within < 4 ? word & 15 : word >> 4;
       const int place = weight.order ? weight.order[i] : i;
-      if (place >= 0 && place < weight.depth) to[place] = scale * (float)(value - zero);
+      if (place >= 0 && place < weight.depth) to[place] = scale * (float)(value - zero) + minimum;
     }
   }
 }

@@ -74,13 +74,13 @@ def test_rounded_inputs_are_rounded_as_the_reference_does(pool: Pool, name: str,
     torch.testing.assert_close(got.double(), exact, rtol=ROUNDING[dtype], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["int4_ordered", "int8_zeros", "rows", "by_token"])
+@pytest.mark.parametrize("name", ["int4_ordered", "int8_zeros", "rows", "by_token", "Q4_1", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_is_the_same_in_any_company_and_with_any_threads(
     library: ctypes.CDLL, pool: Pool, name: str, dtype: torch.dtype
 ) -> None:
     product = product_with({**WEIGHTS, **ROUNDED}[name], dtype)
-    x = draw(300, IN).to(dtype)
+    x = draw(300, product.depth).to(dtype)
     together = quantised_linear(pool, x, product)
     with Pool(library, 1) as alone:
         for row in (0, 11, 299):
@@ -123,6 +123,10 @@ def test_products_that_do_not_fit_are_refused(pool: Pool) -> None:
         (replace(product, words=product.words.view(torch.int8)), "words"),
         (replace(product, scales=product.scales.double()), "scales"),
         (replace(product, zeros=torch.zeros(3, 3, 31, dtype=torch.uint8)), "zeros"),
+        (replace(product, minima=torch.zeros(3, 2, 32, dtype=torch.float16)), "minima"),
+        (replace(product, minima=product.scales.float()), "minima"),
+        (replace(product, factors=torch.zeros(3, 3, 31, dtype=torch.int8)), "factors"),
+        (replace(product, factors=torch.zeros(3, 3, 32, dtype=torch.int8), minima=product.scales), "minima"),
         (replace(product, span=8), "spans"),
         (replace(product, bits=5), "bits"),
         (replace(product, order=None, depth=1000), "1000"),

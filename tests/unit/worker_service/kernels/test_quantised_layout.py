@@ -1,11 +1,14 @@
 """Quantised weights as the kernels want them, read back value by value."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from loader.quantised.activations import Activation
 from loader.quantised.packed import GroupedInts, Packed
-from tests.support.integer_weights import IN, OUT, WEIGHTS, grid, grouped
+from tests.support.integer_weights import IN, OUT, WEIGHTS, blocks, grid, grouped
 from worker_service.kernels.quantised_layout import (
     QuantisedProduct,
     flatten_product,
@@ -17,23 +20,31 @@ from worker_service.kernels.spec import check_quantised
 
 def unpacked(product: QuantisedProduct) -> torch.Tensor:
     """float32 [num_outputs, depth], one value after the other, as SwQuantised says."""
-    result = torch.zeros(product.num_outputs, product.depth)
-    size = product.num_inputs // product.num_groups
+    result = np.zeros((product.num_outputs, product.depth), np.float32)
+    arrays = {name: (t.float() if t.is_floating_point() else t).numpy() for name, t in product.tensors().items()}
+    order, size = arrays.get("order"), product.num_inputs // product.num_groups
+    groups_of_scale = product.num_groups // product.scales.shape[1]
     for row in range(product.num_outputs):
         panel, column = divmod(row, 32)
+
+        def number(name: str, group: int, missing: int, panel: int = panel, column: int = column) -> Any:
+            found = arrays.get(name)
+            return missing if found is None else found[panel, group, column]
+
         for place in range(product.num_inputs):
-            at = place if product.order is None else int(product.order[place])
+            at = place if order is None else order[place]
             if not 0 <= at < product.depth:
                 continue
             if product.bits == 8:
-                word = int(product.words[panel, place // 4, column, place % 4])
+                word = int(arrays["words"][panel, place // 4, column, place % 4])
             else:
-                byte = int(product.words[panel, place // 8, column, place % 4])
+                byte = int(arrays["words"][panel, place // 8, column, place % 4])
                 word = byte >> 4 if place % 8 >= 4 else byte & 15
             group = place // size
-            zero = product.zero if product.zeros is None else int(product.zeros[panel, group, column])
-            result[row, at] = product.scales[panel, group, column].float() * (word - zero)
-    return result
+            scale = number("scales", group // groups_of_scale, 0) * np.float32(number("factors", group, 1))
+            minimum = number("minima", group // groups_of_scale, 0) * np.float32(number("minimum_factors", group, 1))
+            result[row, at] = scale * np.float32(word - int(number("zeros", group, product.zero))) + minimum
+    return torch.from_numpy(result)
 
 
 def packed(*weights: Packed, interleave: bool = False) -> QuantisedProduct:
@@ -48,11 +59,13 @@ def test_every_weight_is_what_it_stands_for(name: str) -> None:
     weight = WEIGHTS[name]
     product = packed(weight)
     assert torch.equal(unpacked(product), weight.dequantise())
-    assert product.bits == (4 if name.startswith(("int2", "int3", "int4")) else 8)
+    assert product.bits == (4 if name.startswith(("int2", "int3", "int4", "Q2", "Q3", "Q4")) else 8)
     # It is no larger than what it was made of, but for rows and inputs that are filled up.
     if isinstance(weight, GroupedInts) and weight.bits == product.bits and product.order is None:
         filled = 96 / OUT * product.num_inputs / weight.num_inputs
         assert product.words.nbytes == pytest.approx(weight.words.nbytes * filled)
+    # Factors are multiplied in where a share does not begin and end with a block.
+    if isinstance(weight, GroupedInts) and (weight.factors is None) == (product.factors is None):
         assert product.scales.element_size() == weight.scales.element_size()
 
 
@@ -67,6 +80,10 @@ def test_every_weight_is_what_it_stands_for(name: str) -> None:
         [grouped(ordered=True, zeros=True, seed=1), grouped(ordered=True, seed=2)],
         [grid(seed=1), grouped(8, 32, seed=2)],
         [grouped(seed=1), grouped(dtype=torch.bfloat16, seed=2)],
+        [blocks("Q4_1", seed=1), blocks("Q4_0", seed=2)],
+        [blocks("Q4_K", seed=1), blocks("Q4_K", seed=2), blocks("Q6_K", seed=3)],
+        [blocks("Q6_K", seed=1), blocks("Q3_K", seed=2)],
+        [blocks("Q5_K", seed=1), blocks("Q8_0", seed=2), blocks("Q5_1", seed=3)],
     ],
 )
 def test_weights_of_one_input_are_one_product(weights: list[Packed]) -> None:
