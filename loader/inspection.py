@@ -18,7 +18,9 @@ from loader.layout import (
     tensor_parallel_sizes,
 )
 from loader.needs import KV_CACHE_DTYPES, RankNeeds, num_parameters, rank_needs
-from loader.quantised.roundings import ROUNDINGS, Rounding
+from loader.quantised.config import Quantisation
+from loader.quantised.roundings import Rounding
+from loader.quantised.settle import QUANTIZE, Quantize, settle
 from loader.shares import RankPlace
 from loader.tensors import files_of
 from loader.text_side import TextSide, look_at_text_side
@@ -26,10 +28,10 @@ from loader.text_side import TextSide, look_at_text_side
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How the checkpoint is to be served. Raises ValueError for a number below 1, and for an unknown dtype or rounding.
+    """How the checkpoint is to be served. Raises ValueError for a number below 1, and for an unknown dtype or quantize.
 
-    `dtype` is "auto" for the checkpoint's own; `rounding` is what unquantised weights are rounded to while they are
-    read, and `kv_cache_dtype` the type of keys and values, "auto" for that of the model. `memory_bytes` is what each
+    `dtype` is "auto" for the checkpoint's own; `quantize` says what becomes of weights (see `loader.quantised.settle`)
+    and `kv_cache_dtype` is the type of keys and values, "auto" for that of the model. `memory_bytes` is what each
     rank may use for weights and KV blocks, `kv_cache_bytes` what it may use for KV blocks alone, `num_kv_blocks` how
     many there are to be; None leaves open what fits. `adapters` are folders of LoRA adapters to be served beside it.
     """
@@ -44,7 +46,7 @@ class Wish:
     block_size: int = 16
     adapters: tuple[Path, ...] = ()
     max_adapter_rank: int | None = None
-    rounding: Rounding | None = None
+    quantize: Quantize = "auto"
     kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
@@ -64,8 +66,8 @@ class Wish:
             raise ValueError(f"dtype {self.dtype!r} is not one of auto, {', '.join(DTYPES)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
-        if self.rounding not in (None, *ROUNDINGS):
-            raise ValueError(f"rounding {self.rounding!r} is not one of {', '.join(ROUNDINGS)}")
+        if self.quantize not in QUANTIZE:
+            raise ValueError(f"quantize {self.quantize!r} is not one of {', '.join(QUANTIZE)}")
 
     def places(self) -> Iterator[RankPlace]:
         """The ranks, stage by stage."""
@@ -111,11 +113,13 @@ class Inspection:
 
     `stored_dtypes` maps a storage type to the bytes stored in it. `ranks` is empty where the model cannot be split
     as wished, and `fit` is None then, and where nothing bounds the KV blocks. `max_model_len` is the one wished, or
-    the longest that the model was made for. `adapters` are those that can be used.
+    the longest that the model was made for. `adapters` are those that can be used. `quantisation` is that of the
+    weights of the checkpoint that stay quantised.
     """
 
     wish: Wish
     dtype: str
+    quantisation: Quantisation | None
     num_files: int
     num_tensors: int
     num_parameters: int
@@ -143,19 +147,25 @@ def inspect_checkpoint(checkpoint: Checkpoint, wish: Wish) -> Inspection:
     Reads of files only the small ones beside the weights, and headers of adapters; what it finds wrong is among the
     problems.
     """
-    config = checkpoint.config
-    dtype = config.dtype if wish.dtype == "auto" else wish.dtype
     text = look_at_text_side(checkpoint)
     problems = [Problem.of(error) for error in text.errors]
+    try:
+        checkpoint, rounding = settle(checkpoint, wish.quantize)
+    except CheckpointError as error:
+        problems.append(Problem.of(error))
+        rounding = None
+    config = checkpoint.config
+    dtype = config.dtype if wish.dtype == "auto" else wish.dtype
     adapters = _open_adapters(config, wish, problems)
     unsplit = list(_split_problems(config, wish))
     problems += unsplit
-    ranks = () if unsplit else _needs(checkpoint, wish, dtype, adapters, problems)
+    ranks = () if unsplit else _needs(checkpoint, wish, (dtype, rounding), adapters, problems)
     fit = _fit(config, ranks, wish)
     problems += _length_problems(config, wish, fit, ranks)
     return Inspection(
         wish=wish,
         dtype=dtype,
+        quantisation=config.quantisation,
         num_files=len(files_of(checkpoint.tensors.values())),
         num_tensors=len(checkpoint.tensors),
         num_parameters=num_parameters(config),
@@ -198,7 +208,11 @@ def _split_problems(config: ModelConfig, wish: Wish) -> Iterator[Problem]:
 
 
 def _needs(
-    checkpoint: Checkpoint, wish: Wish, dtype: str, adapters: Sequence[Adapter], problems: list[Problem]
+    checkpoint: Checkpoint,
+    wish: Wish,
+    held_as: tuple[str, Rounding | None],
+    adapters: Sequence[Adapter],
+    problems: list[Problem],
 ) -> tuple[RankNeeds, ...]:
     """What each rank needs; nothing where some rank's part is not there whole, which is a problem then."""
     try:
@@ -206,9 +220,9 @@ def _needs(
             rank_needs(
                 checkpoint,
                 place,
-                dtype,
+                held_as[0],
                 sum(adapter_bytes(adapter, place) for adapter in adapters),
-                wish.rounding,
+                held_as[1],
                 wish.kv_cache_dtype,
             )
             for place in wish.places()

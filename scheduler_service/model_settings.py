@@ -81,8 +81,10 @@ class ModelSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the weights in memory; auto takes the checkpoint's own."
     )
-    quantize: Literal["none", "int8", "int4", "fp8"] = Field(
-        default="none", description="What to quantise the weights of an unquantised checkpoint to while they are read."
+    quantize: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
+        default="auto",
+        description="What becomes of weights: auto keeps them as they are stored, none makes those of a GGUF whole, "
+        "the others quantise what is whole, or can be made so, while it is read.",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         default="auto", description="Type of keys and values in the cache; auto takes that of the model."

@@ -49,7 +49,7 @@ class FlightFacts:
     model_path: str = ""
     fingerprint: str = ""
     dtype: str = "auto"
-    quantize: str = "none"
+    quantize: str = "auto"
     kv_cache_dtype: str = "auto"
     block_size: int = 0
     num_blocks: int = 0

@@ -228,8 +228,8 @@ class WorkerPort(Protocol):
     def load_model(
         self, epoch: int, path: str, dtype: str, quantize: str, kv_cache_dtype: str
     ) -> AsyncIterator[LoadProgress]:
-        """Loads its shard of the model, quantised to `quantize` unless that is "none"; its cache is to hold values of
-        `kv_cache_dtype`, of the model's own type where that is "auto"."""
+        """Loads its shard of the model; `quantize` says what becomes of its weights, and its cache is to hold values
+        of `kv_cache_dtype`, of the model's own type where that is "auto"."""
 
     async def determine_available_memory(self, epoch: int, max_step_tokens: int, max_sequences: int) -> MemoryReport:
         """Measures what the KV cache may use."""

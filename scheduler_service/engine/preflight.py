@@ -33,7 +33,7 @@ def wish_of(settings: ModelSettings) -> Wish:
         # Then there is no number too small: the context becomes shorter.
         num_kv_blocks=None if settings.fit_max_model_len else settings.num_kv_blocks,
         block_size=settings.block_size,
-        rounding=None if settings.quantize == "none" else settings.quantize,
+        quantize=settings.quantize,
         kv_cache_dtype=settings.kv_cache_dtype,
     )
 

@@ -119,8 +119,8 @@ class WorkerClient:
     async def load_model(
         self, epoch: int, path: str, dtype: str, quantize: str, kv_cache_dtype: str
     ) -> AsyncIterator[LoadProgress]:
-        """Loads its shard of the model, quantised to `quantize` unless that is "none"; its cache is to hold values of
-        `kv_cache_dtype`, of the model's own type where that is "auto"."""
+        """Loads its shard of the model; `quantize` says what becomes of its weights, and its cache is to hold values
+        of `kv_cache_dtype`, of the model's own type where that is "auto"."""
         request = pb.LoadModelRequest(
             epoch=epoch, model_path=path, dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype
         )

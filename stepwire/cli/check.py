@@ -10,7 +10,7 @@ from loader.errors import CheckpointError
 from loader.hf_config import DTYPES
 from loader.inspection import Wish, inspect_checkpoint
 from loader.needs import KV_CACHE_DTYPES
-from loader.quantised.roundings import ROUNDINGS
+from loader.quantised.settle import QUANTIZE
 from loader.sources.resolve import resolve
 from stepwire.cli.check_output import print_inspection, print_inspection_json, print_refusal
 from stepwire.cli.errors import EXIT_FAILURE
@@ -39,7 +39,11 @@ def _size(text: str) -> int:
 @click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages.")
 @click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", help="Type to hold it in.")
 @click.option(
-    "--quantize", type=click.Choice(["none", *ROUNDINGS]), default="none", help="Round weights to it as they are read."
+    "--quantize",
+    type=click.Choice(QUANTIZE),
+    default="auto",
+    show_default=True,
+    help="Keep weights as they are stored, make those of a GGUF whole, or round what is whole.",
 )
 @click.option(
     "--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), default="auto", help="Type of keys and values in the cache."
@@ -70,7 +74,7 @@ def check(checkpoint: str, *, as_json: bool, **options: Any) -> int:
         block_size=options["block_size"],
         adapters=tuple(Path(path) for path in options["adapter"]),
         max_adapter_rank=options["max_adapter_rank"],
-        rounding=None if options["quantize"] == "none" else options["quantize"],
+        quantize=options["quantize"],
         kv_cache_dtype=options["kv_cache_dtype"],
     )
     try:

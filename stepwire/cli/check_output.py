@@ -52,8 +52,8 @@ def print_inspection_json(
         "stored_bytes": checkpoint.total_bytes,
         "stored_dtypes": dict(found.stored_dtypes),
         "dtype": found.dtype,
-        "quantisation": None if config.quantisation is None else config.quantisation.method,
-        "quantize": wish.rounding,
+        "quantisation": None if found.quantisation is None else found.quantisation.method,
+        "quantize": wish.quantize,
         "kv_cache_dtype": wish.kv_cache_dtype,
         "tied_embeddings": config.tie_word_embeddings,
         "tokenizer": found.has_tokenizer,
@@ -156,10 +156,10 @@ def _facts(checkpoint: Checkpoint, found: Inspection) -> Iterator[tuple[str, str
     held = "complete and well shaped" if config.other is None else "not held against the model"
     yield "stored as", f"{checkpoint.format}, {count}, {found.num_tensors:,} tensors, {held}"
     stored = ", ".join(f"{dtype} {human_bytes(size)}" for dtype, size in found.stored_dtypes.items())
-    rounded = f", rounded to {wish.rounding}" if wish.rounding else ""
+    rounded = "" if wish.quantize in ("auto", "none") else f", rounded to {wish.quantize}"
     yield "types", f"{stored}; held as {found.dtype}{rounded}"
-    if config.quantisation is not None:
-        yield "quantised", f"{len(config.quantisation.schemes)} products, by {config.quantisation.method}"
+    if found.quantisation is not None:
+        yield "quantised", f"{len(found.quantisation.schemes)} products, by {found.quantisation.method}"
     if config.other is None:
         yield "embedding", "shared with the head" if config.tie_word_embeddings else "not shared with the head"
     yield "tokenizer", "there" if found.has_tokenizer else "missing or damaged"

@@ -203,7 +203,9 @@ class LoadModelRequest(_message.Message):
     dtype: _builtins.str
     """Type of the weights in memory: "auto", "float32", "bfloat16" or "float16"."""
     quantize: _builtins.str
-    """What to quantise the weights of an unquantised checkpoint to: "none", "int8", "int4" or "fp8". Empty for "none"."""
+    """What becomes of weights: "auto" keeps them as they are stored, "none" makes those of a GGUF whole, "int8", "int4"
+    or "fp8" quantise what is whole or can be made so. Empty for "auto".
+    """
     kv_cache_dtype: _builtins.str
     """Type of keys and values in the cache: "auto" for that of the model, "int8" or "fp8". Empty for "auto"."""
     def __init__(

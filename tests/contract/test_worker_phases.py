@@ -120,7 +120,7 @@ async def test_repeats_are_answered_at_once() -> None:
         assert len(messages) == 1
         assert messages[0].summary.already_loaded
         assert (await worker.load_model(dtype="float32"))[-1].summary.already_loaded
-        assert (await worker.load_model(quantize="none", kv="auto"))[-1].summary.already_loaded
+        assert (await worker.load_model(quantize="auto", kv="auto"))[-1].summary.already_loaded
         assert (await worker.measure()).available_bytes == 1 << 20
         assert (await worker.initialize_cache()).cache_bytes == 32 * 16 * 64
         done = await worker.warm_up()

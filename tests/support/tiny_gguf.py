@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.support.gguf_blocks import random_blocks
 from tests.support.tiny_checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_tensors, tiny_tokenizer
 
 TINY_CONFIG = {
@@ -41,6 +42,8 @@ def make_tiny_gguf(
     path: Path,
     *,
     quantisation: str = "F32",
+    types: Mapping[str, str] | None = None,
+    sizes: Mapping[str, int] | None = None,
     tie: bool = False,
     seed: int = 0,
     architecture: str = "llama",
@@ -52,20 +55,23 @@ def make_tiny_gguf(
     """Writes one GGUF and returns its path; with `split_max_tensors`, parts of at most as many tensors beside it.
 
     `metadata` is laid over the defaults, keys as in the file, None removes one; `without` names GGUF tensors to
-    leave out. Matrices are stored as `quantisation`, vectors as F32.
+    leave out. Matrices are stored as `quantisation`, or as what `types` says of a part of their names, vectors as F32.
+    In the types K values are random: nothing here quantises to them. `sizes` are laid over TINY_CONFIG.
     """
-    config = {**TINY_CONFIG, "model_type": architecture}
+    known = {**TINY_CONFIG, **(sizes or {})}
+    config = {**known, "model_type": architecture}
     tensors = tiny_tensors(config, seed=seed, tie=tie)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
-    tokenizer = _tokenizer_metadata(TINY_CONFIG["vocab_size"])
-    values = {**_model_metadata(TINY_CONFIG, architecture), **tokenizer, **(metadata or {})}
+    tokenizer = _tokenizer_metadata(known["vocab_size"])
+    values = {**_model_metadata(known, architecture), **tokenizer, **(metadata or {})}
     for key, value in values.items():
         add_metadata(writer, key, value)
     for name, tensor in tensors.items():
         stored = gguf_name(name)
         if stored not in without:
-            ordered = to_gguf_order(name, tensor, TINY_CONFIG) if architecture == "llama" else tensor
-            _add_tensor(writer, stored, ordered, quantisation)
+            ordered = to_gguf_order(name, tensor, known) if architecture == "llama" else tensor
+            special = [kind for part, kind in (types or {}).items() if part in stored]
+            _add_tensor(writer, stored, ordered, special[0] if special else quantisation)
     for stored, tensor in (extra_tensors or {}).items():
         writer.add_tensor(stored, tensor)
     writer.write_header_to_file()
@@ -98,7 +104,16 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: NDArray[np.float32],
     if tensor.ndim == 1 or quantisation == "F32":
         writer.add_tensor(name, tensor)
         return
-    writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+    quantised = _random(name, tensor, quantisation) if "_K" in quantisation else gguf.quants.quantize(tensor, kind)
+    writer.add_tensor(name, quantised, raw_dtype=kind)
+
+
+def _random(name: str, tensor: NDArray[np.float32], quantisation: str) -> NDArray[np.uint8]:
+    """Blocks for a tensor of this shape, of values about as large."""
+    count, seed = tensor.size // 256, sum(name.encode())
+    drawn = gguf.quants.dequantize(random_blocks(quantisation, count), gguf.GGMLQuantizationType[quantisation])
+    size = float(tensor.std() / drawn.std())
+    return random_blocks(quantisation, count, seed=seed, size=size).reshape(tensor.shape[0], -1)
 
 
 def _model_metadata(config: Mapping[str, int], architecture: str) -> dict[str, Any]:

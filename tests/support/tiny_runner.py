@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from loader.checkpoint import open_checkpoint
 from loader.quantised.load import load_rank
 from loader.quantised.roundings import Rounding
+from loader.quantised.settle import settle
 from loader.shares import RankPlace
 from worker_service.models.decoder import Decoder
 from worker_service.models.registry import build_model
@@ -35,9 +36,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def load_tiny(path: Path, dtype: torch.dtype = torch.float32, rounding: Rounding | None = None) -> Decoder:
-    """The model of a checkpoint, weights placed."""
+def load_tiny(
+    path: Path, dtype: torch.dtype = torch.float32, rounding: Rounding | None = None, *, keep_blocks: bool = False
+) -> Decoder:
+    """The model of a checkpoint, weights placed; those of a GGUF whole, or with `keep_blocks` as they are stored."""
     checkpoint = open_checkpoint(path)
+    if keep_blocks:
+        checkpoint, _ = settle(checkpoint, "auto")
     model = build_model(checkpoint.config, RankPlace(), None)
     tensors = load_rank(
         checkpoint, RankPlace(), dtype=dtype, rounding=rounding, progress=lambda _: None, cancelled=lambda: False

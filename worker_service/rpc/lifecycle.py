@@ -92,7 +92,7 @@ class Lifecycle:
         dtype: str,
         progress: LoadProgress,
         *,
-        quantize: str = "none",
+        quantize: str = "auto",
         kv_cache_dtype: str = "auto",
     ) -> LoadSummary:
         """INITIALISED → LOADED. Setting `progress.cancel_reason` stops it and leaves the phase as it was."""

@@ -1,7 +1,7 @@
 """What the calls of the phases may ask for: every number and word is bounded here before it is taken up."""
 
 from loader.needs import KV_CACHE_DTYPES
-from loader.quantised.roundings import ROUNDINGS
+from loader.quantised.settle import QUANTIZE
 from stepwire.rpc.errors import StepwireError
 from worker_service.rpc.limits import check_number, out_of_range
 from worker_service.rpc.state import Measured, Place
@@ -12,7 +12,6 @@ MAX_SEQUENCES = 2**16
 MAX_BLOCK_SIZE = 2**12
 MAX_INT32 = 2**31 - 1
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZE = ("none", *ROUNDINGS)
 
 
 def check_cache(num_blocks: int, block_size: int, max_model_len: int) -> None:

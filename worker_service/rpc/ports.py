@@ -62,7 +62,7 @@ class Runtime(Protocol):
         dtype: str,
         progress: Callable[[str, int, int], None],
         cancelled: Callable[[], bool],
-        quantize: str = "none",
+        quantize: str = "auto",
         kv_cache_dtype: str = "auto",
     ) -> LoadSummary:
         """Loads this rank's shard. `progress(phase, done_bytes, total_bytes)` may be called very often."""

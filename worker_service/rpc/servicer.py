@@ -87,7 +87,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 request.model_path,
                 request.dtype,
                 progress,
-                quantize=request.quantize or "none",
+                quantize=request.quantize or "auto",
                 kv_cache_dtype=request.kv_cache_dtype or "auto",
             )
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from loader.cpu import cpu_flags
-from loader.quantised.roundings import ROUNDINGS, Rounding
+from loader.quantised.settle import QUANTIZE, Quantize
 from worker_service.kernels.kv_rounding import KV_DTYPES
 from worker_service.runtime.errors import RuntimeFailure
 
@@ -74,14 +74,12 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def choose_rounding(requested: str) -> Rounding | None:
-    """What unquantised weights are rounded to; None for "none". Raises RuntimeFailure "invalid" for another name."""
-    if requested == "none":
-        return None
-    for rounding in ROUNDINGS:
-        if rounding == requested:
-            return rounding
-    message = f"quantize {requested!r} is not one of none, {', '.join(ROUNDINGS)}"
+def choose_quantize(requested: str) -> Quantize:
+    """What becomes of weights, see `loader.quantised.settle`. Raises RuntimeFailure "invalid" for another name."""
+    for known in QUANTIZE:
+        if known == requested:
+            return known
+    message = f"quantize {requested!r} is not one of {', '.join(QUANTIZE)}"
     raise RuntimeFailure("invalid", message, {"quantize": requested})
 
 

@@ -74,13 +74,20 @@ class LoadJob:
 
     def makes_the_same(self, other: "LoadJob") -> bool:
         """Whether a worker that has done this one has what the other asks for; a worker's place and device stay."""
-        mine, theirs = ((job.dtype, job.rounding, job.stored) for job in (self, other))
+        mine, theirs = ((job.dtype, job.quantisation, job.stored) for job in (self, other))
         return self.checkpoint.fingerprint == other.checkpoint.fingerprint and mine == theirs
+
+    @property
+    def quantisation(self) -> str:
+        """What is done to the weights of the checkpoint: "int8" and the like, "none", or "kept" where they are
+        quantised and stay so."""
+        kept = "none" if self.checkpoint.config.quantisation is None else "kept"
+        return self.rounding or kept
 
     @property
     def is_quantised(self) -> bool:
         """Whether most of its weights are kept quantised."""
-        return self.rounding is not None or self.checkpoint.config.quantisation is not None
+        return self.quantisation != "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +125,11 @@ def _mapped(engine: Engine, job: LoadJob, store: RestartStore, phases: LoadPhase
     comes from the checkpoint."""
     is_on_host = job.device.type == "cpu"
     phases.enter("map")
-    rounding = job.rounding or "none"
+    quantisation, layout = job.quantisation, engine.layout
     try:
-        key = entry_key(job.checkpoint, job.place, job.device, dtype=job.dtype, rounding=rounding, layout=engine.layout)
+        key = entry_key(
+            job.checkpoint, job.place, job.device, dtype=job.dtype, quantisation=quantisation, layout=layout
+        )
     except OSError:
         # A file is gone, and reading says which.
         return _packed(engine, job, phases), False

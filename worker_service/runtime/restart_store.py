@@ -123,7 +123,13 @@ class RestartStore:
 
 
 def entry_key(
-    checkpoint: Checkpoint, place: RankPlace, device: torch.device, *, dtype: torch.dtype, rounding: str, layout: str
+    checkpoint: Checkpoint,
+    place: RankPlace,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    quantisation: str,
+    layout: str,
 ) -> EntryKey:
     """The key of the weights that a worker makes of a checkpoint. Raises OSError for a file that is gone."""
     machine = cpu_features() if device.type == "cpu" else f"{device.type}-{device_name(device)}"
@@ -131,8 +137,8 @@ def entry_key(
         content=content_of(checkpoint),
         place=place,
         dtype=str(dtype).removeprefix("torch."),
-        # What the checkpoint itself is quantised to is part of its content.
-        quantisation=rounding,
+        # What the checkpoint itself is quantised to is part of its content; whether that is kept is not.
+        quantisation=quantisation,
         layout=layout,
         code=code_version(),
         machine=machine,

@@ -139,14 +139,14 @@ class SimRuntime:
         dtype: str,
         progress: Callable[[str, int, int], None],
         cancelled: Callable[[], bool],
-        quantize: str = "none",
+        quantize: str = "auto",
         kv_cache_dtype: str = "auto",
     ) -> LoadSummary:
         """Reads headers and tokenizer. Raises CheckpointError, LoadCancelled, and RuntimeFailure "out_of_memory", or
         "unsupported" for weights or a cache that are to be quantised: the cost model knows none."""
         begin = time.perf_counter_ns()
         progress("inspect", 0, 0)
-        if quantize != "none":
+        if quantize not in ("auto", "none"):
             raise RuntimeFailure("unsupported", f"a simulated device does not quantize to {quantize}; leave it out")
         if kv_cache_dtype != "auto":
             message = f"a simulated device has no KV cache of {kv_cache_dtype}; leave kv_cache_dtype out"

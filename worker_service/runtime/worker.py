@@ -8,14 +8,14 @@ from typing import Protocol, TypeVar
 import torch
 
 from loader.checkpoint import open_checkpoint
-from loader.quantised.load import check_rounding
+from loader.quantised.settle import settle
 from loader.shares import RankPlace
 from worker_service.kernels.native import Pool
 from worker_service.runtime.allocator import allocator_report
 from worker_service.runtime.device import (
     choose_dtype,
     choose_kv_dtype,
-    choose_rounding,
+    choose_quantize,
     device_id,
     device_name,
     open_device,
@@ -173,21 +173,20 @@ class WorkerRuntime:
         dtype: str,
         progress: Callable[[str, int, int], None],
         cancelled: Callable[[], bool],
-        quantize: str = "none",
+        quantize: str = "auto",
         kv_cache_dtype: str = "auto",
     ) -> LoadSummary:
-        """Loads this rank's shard in `dtype`, "auto" for what suits the device, its weights rounded to `quantize`
-        and keys and values in its cache to `kv_cache_dtype`.
+        """Loads this rank's shard in `dtype`, "auto" for what suits the device; `quantize` says what becomes of its
+        weights (see `loader.quantised.settle`), and keys and values in its cache are rounded to `kv_cache_dtype`.
 
         `progress(phase, done_bytes, total_bytes)` is called often. Raises CheckpointError, LoadCancelled and
         RuntimeFailure "out_of_memory"; a model held before is kept only when headers tell that the new one cannot be
         loaded.
         """
         phases, device = LoadPhases(progress, cancelled), self._need_device()
-        checkpoint = open_checkpoint(path)
-        chosen = choose_dtype(dtype, checkpoint.config.dtype, device)
-        rounding, stored = choose_rounding(quantize), choose_kv_dtype(kv_cache_dtype)
-        check_rounding(checkpoint, rounding)
+        opened, wish, stored = open_checkpoint(path), choose_quantize(quantize), choose_kv_dtype(kv_cache_dtype)
+        chosen = choose_dtype(dtype, opened.config.dtype, device)
+        checkpoint, rounding = settle(opened, wish)
         job, held = LoadJob(checkpoint, self._place, chosen, device, rounding, stored), self._loaded
         if held is not None and held.job.makes_the_same(job):
             return held.summary(already_loaded=True, phases=phases)

@@ -257,7 +257,7 @@ def test_a_shared_embedding_that_is_stored_twice_is_a_warning(make: Callable[...
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"tensor_parallel_size": 0}, {"num_kv_blocks": 0}, {"memory_bytes": 0}, {"dtype": "int3"}, {"rounding": "int3"}],
+    [{"tensor_parallel_size": 0}, {"num_kv_blocks": 0}, {"memory_bytes": 0}, {"dtype": "int3"}, {"quantize": "int3"}],
 )
 def test_a_senseless_wish_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
