@@ -1,10 +1,11 @@
-"""Quantised weights on one CPU: this project in int8 and int4 beside its own bfloat16 and llama.cpp's Q8_0 and Q4_1.
+"""Quantised weights on one CPU: this project in int8, int4 and Q4_1 beside its own bfloat16 and llama.cpp's files.
 
-All run at the same time on the demo model, from the same bfloat16 weights; ours quantises them as it loads,
-llama.cpp's files are made by its own quantiser. Ours is asked over gRPC, with its scheduler and the client on the same
-cores; theirs runs offline. Rounds are interleaved, and whoever is not asked is stopped or asleep. Prompts are random
-token ids, new in each round, with no prefix cache; greedy, 64 tokens out. A ratio is of medians. `int4_bytes` is what a
-worker holds of weights in int4 over the bytes of the model's parameters in bfloat16, each counted once.
+All run at the same time on the demo model, from the same bfloat16 weights; ours quantises them as it loads, or serves
+as `gguf` what llama.cpp's file in Q4_1 stores; those are made by llama.cpp's own quantiser. Ours is asked over gRPC,
+with its scheduler and the client on the same cores; theirs runs offline. Rounds are interleaved, and whoever is not
+asked is stopped or asleep. Prompts are random token ids, new in each round, with no prefix cache; greedy, 64 tokens
+out. A ratio is of medians. `int4_bytes` is what a worker holds of weights in int4 over the bytes of the model's
+parameters in bfloat16, each counted once.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from loader.shares import RankPlace  # noqa: E402
 from worker_service.runtime.worker import WorkerRuntime  # noqa: E402
 from worker_service.settings import WorkerSettings  # noqa: E402
 
-OURS = {"bf16": "none", "int8": "int8", "int4": "int4"}
+OURS = {"bf16": "none", "int8": "int8", "int4": "int4", "gguf": "auto"}
 THEIRS: Mapping[str, Kind] = {"llamacpp_q8_0": "Q8_0", "llamacpp_q4_1": "Q4_1"}
 ROUNDS = {"b1": (15, 5), "b8": (5, 2), "prefill": (3, 1)}
 NUM_COMPARED = 16
@@ -54,10 +55,11 @@ def main() -> int:
         print(f"quantised: there is no model at {source}; run `make setup`", file=sys.stderr)
         return 2
     model = demo_model(source)
-    held = {name: held_bytes(model, quantize) for name, quantize in OURS.items()}
     failed: dict[str, str] = {}
+    served = paths(model, failed)
+    held = {name: held_bytes(path, OURS[name]) for name, path in served.items()}
     with tempfile.TemporaryDirectory(prefix="stepwire-quantised-") as folder, closing() as systems:
-        start_all(systems, model, Path(folder), failed)
+        start_all(systems, model, served, Path(folder), failed)
         agreeing = agreement(systems)
         rates = {row.key: measured(row, model, systems, ROUNDS[row.key][options.quick]) for row in rows}
     print(summary(rates))
@@ -75,22 +77,36 @@ def main() -> int:
     return report(bars(rates.get("b1", {}), held["int4"] / model.step_bytes), figures)
 
 
-def held_bytes(model: Model, quantize: str) -> int:
+def paths(model: Model, failed: dict[str, str]) -> dict[str, Path]:
+    """What each of ours is to serve: the one that keeps blocks llama.cpp's file, which may be missing."""
+    served = dict.fromkeys(OURS, model.folder)
+    try:
+        served["gguf"] = quantised_gguf(model, "Q4_1")
+    except PeerFailed as error:
+        print(f"quantised: gguf is left out: {error}", file=sys.stderr)
+        failed["gguf"] = str(error)
+        del served["gguf"]
+    return served
+
+
+def held_bytes(path: Path, quantize: str) -> int:
     """What a worker holds of weights."""
     runtime = WorkerRuntime(WorkerSettings(threads=NUM_CORES))
     runtime.init_device(RankPlace())
-    summary = runtime.load_model(model.folder, "bfloat16", lambda *_: None, lambda: False, quantize)
+    summary = runtime.load_model(path, "bfloat16", lambda *_: None, lambda: False, quantize)
     runtime.close()
     return summary.weight_bytes
 
 
-def start_all(systems: dict[str, System], model: Model, folder: Path, failed: dict[str, str]) -> None:
+def start_all(
+    systems: dict[str, System], model: Model, served: Mapping[str, Path], folder: Path, failed: dict[str, str]
+) -> None:
     """All that is measured; a peer that does not start is left out."""
-    for name, quantize in OURS.items():
+    for name, path in served.items():
         logs = folder / name
         logs.mkdir()
         flags = ("--max-num-seqs=8", "--num-kv-blocks=1024", "--no-prefix-caching", "--dtype=bfloat16")
-        server = StepwireServer(model.folder, logs, *flags, f"--quantize={quantize}")
+        server = StepwireServer(path, logs, *flags, f"--quantize={OURS[name]}")
         systems[name] = server
         server.wait_ready()
     for name, kind in THEIRS.items():
@@ -136,6 +152,7 @@ def bars(b1: Mapping[str, Sequence[float]], int4_bytes: float) -> dict[str, Bar]
         "int8_b1": Bar(over("int8", "bf16"), 1.4),
         "int8_b1_llamacpp": Bar(over("int8", "llamacpp_q8_0"), 1.0),
         "int4_b1_llamacpp": Bar(over("int4", "llamacpp_q4_1"), 1.0),
+        "gguf_b1_llamacpp": Bar(over("gguf", "llamacpp_q4_1"), 1.0),
         "int4_bytes": Bar(round(int4_bytes, 4), 0.35, "at most"),
     }
 

@@ -67,11 +67,11 @@ def start_once(model: Path) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def serving(model: Path, folder: Path) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
-    """`stepwire serve` with its own defaults, ended with the block; with its address."""
+def serving(model: Path, folder: Path, *flags: str) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+    """`stepwire serve` with its own defaults but for `flags`, ended with the block; with its address."""
     port = free_port()
     arguments = ["serve", "--model", str(model), "--port", str(port), "--log-dir", str(folder), "--log-level=warning"]
-    process = subprocess.Popen([sys.executable, "-m", "stepwire.cli.main", *arguments], start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-m", "stepwire.cli.main", *arguments, *flags], start_new_session=True)
     try:
         yield process, f"127.0.0.1:{port}"
     finally:

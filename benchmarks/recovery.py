@@ -39,7 +39,8 @@ MAX_READY_S = 6.0
 LEAST_GAP_S, MOST_GAP_S = 7.0, 12.0
 _UNDER_WAY_S = 0.05
 _POLL_S = 0.01
-LIMITS = ("--dtype=float32", "--max-model-len=1024", "--num-kv-blocks=512", "--max-num-batched-tokens=512")
+TYPES = ("--dtype=float32", "--quantize=none")
+LIMITS = (*TYPES, "--max-model-len=1024", "--num-kv-blocks=512", "--max-num-batched-tokens=512")
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def main() -> int:
             return 2
     with (
         tempfile.TemporaryDirectory(prefix="stepwire-structured-") as folder,
-        serving(options.model, Path(folder)) as (process, target),
+        serving(options.model, Path(folder), "--quantize=none") as (process, target),
     ):
         wait_serving(target, process, time.monotonic() + _GIVE_UP_S)
         return asyncio.run(measure(target, quick=options.quick))
