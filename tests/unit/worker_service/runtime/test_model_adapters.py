@@ -21,10 +21,12 @@ from loader.layout import Linear, parameters
 from loader.quantised.load import load_rank
 from loader.quantised.packed import flatten, take_packed
 from loader.quantised.roundings import ROUNDINGS, Rounding
+from loader.quantised.settle import settle
 from loader.shares import RankPlace
 from tests.support.rank_threads import rank_settings, rank_threads
 from tests.support.tiny_adapter import EMBEDDING, PREFIX, adapter_tensors, layer_modules, write_adapter
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
+from tests.support.tiny_gguf import make_tiny_gguf
 from tests.support.tiny_quantised_models import ROUNDED_INPUTS, WEIGHT_ONLY, make_tiny_quantised
 from tests.support.tiny_runner import CPU, Driven, Driver
 from worker_service.kernels import native
@@ -214,6 +216,12 @@ def test_every_format_of_weights_equals_those_made_whole_and_merged(
     tmp_path: Path, name: str, pool: native.Pool | None
 ) -> None:
     base = open_checkpoint(make_tiny_quantised(tmp_path / "base", WEIGHT_ONLY[name]))
+    check_family(tmp_path, base, *pools_for(base, pool))
+
+
+def test_blocks_of_a_gguf_equal_those_made_whole_and_merged(tmp_path: Path, pool: native.Pool | None) -> None:
+    types = {"token_embd": "Q8_0", "output.": "Q5_0"}
+    base, _ = settle(open_checkpoint(make_tiny_gguf(tmp_path / "m.gguf", quantisation="Q4_1", types=types)), "auto")
     check_family(tmp_path, base, *pools_for(base, pool))
 
 
