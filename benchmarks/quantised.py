@@ -1,11 +1,11 @@
 """Quantised weights on one CPU: this project in int8, int4 and Q4_1 beside its own bfloat16 and llama.cpp's files.
 
 All run at the same time on the demo model, from the same bfloat16 weights; ours quantises them as it loads, or serves
-as `gguf` what llama.cpp's file in Q4_1 stores; those are made by llama.cpp's own quantiser. Ours is asked over gRPC,
-with its scheduler and the client on the same cores; theirs runs offline. Rounds are interleaved, and whoever is not
-asked is stopped or asleep. Prompts are random token ids, new in each round, with no prefix cache; greedy, 64 tokens
-out. A ratio is of medians. `int4_bytes` is what a worker holds of weights in int4 over the bytes of the model's
-parameters in bfloat16, each counted once.
+as `gguf` the file in Q4_1 that they were made of, its blocks kept; llama.cpp's files are made by its own quantiser.
+Ours is asked over gRPC, with its scheduler and the client on the same cores; theirs runs offline. Rounds are
+interleaved, and whoever is not asked is stopped or asleep. Prompts are random token ids, new in each round, with no
+prefix cache; greedy, 64 tokens out. A ratio is of medians. `int4_bytes` is what a worker holds of weights in int4 over
+the bytes of the model's parameters in bfloat16, each counted once.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> int:
         return 2
     model = demo_model(source)
     failed: dict[str, str] = {}
-    served = paths(model, failed)
+    served = dict.fromkeys(OURS, model.folder) | {"gguf": source}
     held = {name: held_bytes(path, OURS[name]) for name, path in served.items()}
     with tempfile.TemporaryDirectory(prefix="stepwire-quantised-") as folder, closing() as systems:
         start_all(systems, model, served, Path(folder), failed)
@@ -75,18 +75,6 @@ def main() -> int:
         "seconds": round(time.monotonic() - began),
     }
     return report(bars(rates.get("b1", {}), held["int4"] / model.step_bytes), figures)
-
-
-def paths(model: Model, failed: dict[str, str]) -> dict[str, Path]:
-    """What each of ours is to serve: the one that keeps blocks llama.cpp's file, which may be missing."""
-    served = dict.fromkeys(OURS, model.folder)
-    try:
-        served["gguf"] = quantised_gguf(model, "Q4_1")
-    except PeerFailed as error:
-        print(f"quantised: gguf is left out: {error}", file=sys.stderr)
-        failed["gguf"] = str(error)
-        del served["gguf"]
-    return served
 
 
 def held_bytes(path: Path, quantize: str) -> int:

@@ -204,13 +204,14 @@ void multiply_quantised(const Digits& x, int row, const SwQuantised& weight, int
   const uint8_t* words = weight.words + (ptrdiff_t)panel * (weight.inputs / kInputs) * kStepBytes;
   const int8_t* inputs = x.row_bytes(row);
   const SpanTotal* totals = x.row_totals(row);
-  const bool has_zero = weight.zeros || weight.zero;
-  Floats total[R][2] = {};
+  const bool has_zero = weight.zeros || weight.zero, is_one_span = spans_of_group == 1;
+  Floats total[R][2] = {}, part[R][2];
   for (int group = 0; group < weight.groups; ++group) {
     const GroupPlace at = place_of(weight, panel, group);
     const Ints zero[2] = {load_zeros(weight, at, 0), load_zeros(weight, at, kLanes)};
-    const SpanTotal* first = totals;
-    Floats part[R][2] = {};
+    const Floats scale[2] = {load_scales(weight, at, 0), load_scales(weight, at, kLanes)};
+    if (!is_one_span)
+      for (auto& of_row : part) of_row[0] = of_row[1] = Floats{};
     for (int span = 0; span < spans_of_group; ++span, ++totals) {
       Sums sum;
       has_zero ? sum.begin(totals, x.spans, zero) : sum.clear();
@@ -223,17 +224,21 @@ void multiply_quantised(const Digits& x, int row, const SwQuantised& weight, int
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v)
-          part[r][v] = fma(sum.value(r, v), splat(totals[r * x.spans].scale), part[r][v]);
+        for (int v = 0; v < 2; ++v) {
+          const Floats value = sum.value(r, v), size = splat(totals[r * x.spans].scale);
+          if (is_one_span)
+            total[r][v] = fma(value * size, scale[v], total[r][v]);
+          else
+            part[r][v] = fma(value, size, part[r][v]);
+        }
     }
-    const Floats scale[2] = {load_scales(weight, at, 0), load_scales(weight, at, kLanes)};
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) total[r][v] = fma(part[r][v], scale[v], total[r][v]);
+    if (!is_one_span)
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < 2; ++v) total[r][v] = fma(part[r][v], scale[v], total[r][v]);
     if (!weight.minima) continue;
     // Each is added as often as the group's inputs sum up to.
     const Floats minimum[2] = {load_minima(weight, at, 0), load_minima(weight, at, kLanes)};
+    const SpanTotal* first = totals - spans_of_group;
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       float sum = first[r * x.spans].sum;
