@@ -25,7 +25,7 @@ def test_serves_the_tokens_of_the_runtime(tmp_path: Path, rounding: Rounding | N
         driver = Driver(*make_runner(load_tiny(folder, rounding=rounding)))
         driven = driver.add(1, PROMPT)
         driver.run(NUM_TOKENS)
-    flags = tiny_limits(64, 64, "--dtype=float32", f"--quantize={rounding or 'none'}", "--restart-store=off")
+    flags = tiny_limits(64, 64, "--dtype=float32", f"--quantize={rounding or 'auto'}", "--restart-store=off")
     with serve(folder, tmp_path / "logs", *flags) as server, server.client() as client:
         answer = client.complete(PROMPT, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     assert list(answer.token_ids) == driven.output
