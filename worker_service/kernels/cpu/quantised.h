@@ -2,8 +2,7 @@
 //
 // Inputs become integers too: of each span of inputs the multiples of one power of two, in two or three
 // signed bytes (see digits.h). Within a span everything is then a sum of integers, exact in any order, and
-// spans and groups are added in float32, in their order. So what a row gets depends on nothing but the row,
-// and is the same whichever instructions the CPU has.
+// spans and groups are added in float32, in their order. So what a row gets depends on nothing but the row.
 #pragma once
 
 #include "quantised_inputs.h"
