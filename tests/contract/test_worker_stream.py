@@ -242,8 +242,10 @@ async def test_a_failed_step_ends_the_epoch_with_its_cause() -> None:
     async with running_worker(runtime=runtime) as worker:
         stream = await started(worker)
         runtime.failures["execute"] = ZeroDivisionError("in a kernel")
+        runtime.gates["execute"] = threading.Event()
         await stream.send(decode_step(2, {1: 3}))
         await stream.send(decode_step(3, {1: 4}))
+        runtime.gates["execute"].set()
         failure = from_rpc_error(await stream.error())
         assert (failure.reason, failure.code) == ("WORKER_FAILED", grpc.StatusCode.UNAVAILABLE)
         expected = {"cause": "ZeroDivisionError: in a kernel", "step_id": "2", "phase": "READY", "rank": "0"}
