@@ -28,6 +28,7 @@ _TIMEOUT_S = 150.0
 _MAX_MESSAGE_BYTES = 65_536
 # gRPC's own pauses between attempts would be most of what a test waits for a server.
 _MAX_BACKOFF_MS = 100
+_SERVING = "SERVING"
 
 
 def command(*arguments: str) -> list[str]:
@@ -80,20 +81,22 @@ def running(
 def wait_serving(target: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
     """Waits until a server says that it serves. Raises AssertionError with its output when it ends instead."""
     deadline = time.monotonic() + _TIMEOUT_S
-    with grpc.insecure_channel(target, options=channel_options(_MAX_MESSAGE_BYTES, _MAX_BACKOFF_MS)) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        while not _is_serving(stub):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"{target} does not serve (status {process.poll()}):\n{log_path.read_text()}")
-            time.sleep(_POLL_S)
+    while (state := _state(target)) != _SERVING:
+        if process.poll() is not None or time.monotonic() > deadline:
+            text = f"{target} does not serve, but is {state} (status {process.poll()})"
+            raise AssertionError(f"{text}:\n{log_path.read_text()}")
+        time.sleep(_POLL_S)
 
 
-def _is_serving(stub: health_pb2_grpc.HealthStub) -> bool:
-    try:
-        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
-    except grpc.RpcError:
-        return False
-    return answer.status == health_pb2.HealthCheckResponse.SERVING
+def _state(target: str) -> str:
+    """What health says, or why nothing is heard of it; by a connection of its own, which no earlier one holds up."""
+    options = [*channel_options(_MAX_MESSAGE_BYTES, _MAX_BACKOFF_MS), ("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(target, options=options) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        except grpc.RpcError as error:
+            return str(error)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
 def children(pid: int) -> dict[str, int]:
