@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from benchmarks.quoting.prompts import QUOTING
 from benchmarks.report import Bar, report
 
@@ -151,8 +153,12 @@ class Asker:
     def _counts(self) -> tuple[float, float]:
         """Tokens drafted and tokens accepted since the start."""
         text = urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10).read().decode()
-        values = dict(line.split() for line in text.splitlines() if line and line[0] != "#" and "{" not in line)
-        return float(values[names.METRIC_DRAFT_TOKENS]), float(values[names.METRIC_ACCEPTED_TOKENS])
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        drafted, accepted = (
+            sum(sample.value for sample in samples if sample.name == name)
+            for name in (names.METRIC_DRAFT_TOKENS, names.METRIC_ACCEPTED_TOKENS)
+        )
+        return drafted, accepted
 
 
 def chat_prompts() -> list[str]:
