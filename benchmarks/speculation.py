@@ -14,12 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.quoting.prompts import QUOTING
 from benchmarks.report import Bar, report
@@ -33,6 +30,7 @@ from stepwire.client import AsyncClient, Completion, Message  # noqa: E402
 from stepwire.rpc.environment import prepare_grpc  # noqa: E402
 from stepwire.supervisor.ports import free_port  # noqa: E402
 from stepwire.telemetry import names  # noqa: E402
+from stepwire.top.sample import read  # noqa: E402
 
 QUESTIONS = ROOT.parent / "shared/data/mt-bench/question.jsonl"
 NUM_CHAT, BATCH = 20, 8
@@ -152,13 +150,10 @@ class Asker:
 
     def _counts(self) -> tuple[float, float]:
         """Tokens drafted and tokens accepted since the start."""
-        text = urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10).read().decode()
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        drafted, accepted = (
-            sum(sample.value for sample in samples if sample.name == name)
-            for name in (names.METRIC_DRAFT_TOKENS, names.METRIC_ACCEPTED_TOKENS)
-        )
-        return drafted, accepted
+        sample = read(f"http://127.0.0.1:{self.metrics_port}/metrics")
+        if sample.error:
+            raise SystemExit(f"speculation: {sample.url}: {sample.error}")
+        return sample.total(names.METRIC_DRAFT_TOKENS), sample.total(names.METRIC_ACCEPTED_TOKENS)
 
 
 def chat_prompts() -> list[str]:

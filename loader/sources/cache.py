@@ -123,10 +123,7 @@ class ModelCache:
             return None
         if not key.isalnum() or not self._is_whole(key):
             return None
-        if self._is_read_only():
-            return Held(self._path_of(key), None)
-        with acquire(self._root / "locks" / key, Waiting()):
-            return self._lease(key) if self._is_whole(key) else None
+        return Held(self._path_of(key), None) if self._is_read_only() else self._lease_whole(key)
 
     def hold_path(self, path: Path) -> Held | None:
         """Keeps what lies at an absolute path in this cache; None for one elsewhere. Raises CheckpointError."""
@@ -134,8 +131,10 @@ class ModelCache:
         if not path.is_relative_to(entries) or path == entries:
             return None
         key = path.relative_to(entries).parts[0]
-        if self._is_read_only() or not self._is_whole(key):
-            return None
+        return None if self._is_read_only() or not self._is_whole(key) else self._lease_whole(key)
+
+    def _lease_whole(self, key: str) -> Held | None:
+        """A lease, unless the model was evicted before its lock was to be had."""
         with acquire(self._root / "locks" / key, Waiting()):
             return self._lease(key) if self._is_whole(key) else None
 

@@ -5,6 +5,7 @@ import pytest
 
 from tests.support.tiny_checkpoint import make_tiny_llama
 from tests.support.tiny_runner import Driver, load_tiny, make_runner, one_thread
+from worker_service.kernels import native
 from worker_service.models.decoder import Decoder
 
 
@@ -27,3 +28,11 @@ def tiny_model(tiny_path: Path) -> Decoder:
 @pytest.fixture
 def driver(tiny_model: Decoder) -> Driver:
     return Driver(*make_runner(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[native.Pool]:
+    library = native.load()
+    assert library is not None
+    with native.Pool(library, 2) as pool:
+        yield pool

@@ -1,6 +1,5 @@
 """A GGUF whose weights stay packed generates, in float32, token for token what they generate when made whole."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 needs_kernels = pytest.mark.skipif(native.load() is None, reason="the kernels cannot be compiled here")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[native.Pool]:
-    library = native.load()
-    assert library is not None
-    with native.Pool(library, 2) as pool:
-        yield pool
 
 
 def make(folder: Path, name: str) -> Path:

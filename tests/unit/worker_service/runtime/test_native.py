@@ -2,7 +2,6 @@
 whatever else is in the batch."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,14 +33,6 @@ CONFIGS = {
 }
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the kernels cannot be compiled here")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[native.Pool]:
-    library = native.load()
-    assert library is not None
-    with native.Pool(library, 2) as pool:
-        yield pool
 
 
 def engine_of(path: Path, dtype: torch.dtype, pool: native.Pool, stored: torch.dtype | None = None) -> NativeEngine:

@@ -1,6 +1,5 @@
 """Quantised models on the compiled kernels: in float32 token for token what the weights made whole generate."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,14 +34,6 @@ NUM_OUTPUTS = 16
 INTEGERS = {name: form for name, form in WEIGHT_ONLY.items() if "fp8" not in name}
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the kernels cannot be compiled here")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[native.Pool]:
-    library = native.load()
-    assert library is not None
-    with native.Pool(library, 2) as pool:
-        yield pool
 
 
 def native_engine(
