@@ -70,9 +70,8 @@ def rank_needs(
     weight_bytes = sum(sizes.values())
     # A head that shares the embedding's weight is packed into a copy, for looking up rows needs the weight as it was;
     # one that is kept quantised, or is rounded, serves both.
-    is_copied = place.is_last_stage and config.tie_word_embeddings and rounding in (None, "fp8")
-    if config.quantisation is not None and "model.embed_tokens" in config.quantisation.schemes:
-        is_copied = False
+    is_kept = config.quantisation is not None and "model.embed_tokens" in config.quantisation.schemes
+    is_copied = place.is_last_stage and config.tie_word_embeddings and not is_kept and rounding in (None, "fp8")
     copied = sizes["model.embed_tokens.weight"] if is_copied else 0
     resident_bytes = weight_bytes + copied + adapter_bytes
     layers = stage_layers(config.num_layers, place.pipeline_rank, place.pipeline_parallel_size)

@@ -16,8 +16,6 @@ from loader.quantised.packed import Packed
 from worker_service.kernels.layout import DTYPES, LANES, PANEL
 from worker_service.kernels.quantised_parts import Part, join, part_of
 
-SCALE_DTYPES = DTYPES
-
 # Inputs that share a scale as integers. Fewer are closer to what they stand for, and cost more: in float32 what they
 # stand for is exact, in bfloat16 it is rounded already.
 _SPANS = {**dict.fromkeys((torch.float32, torch.float16), (LANES,)), torch.bfloat16: (64, 32, LANES)}
@@ -105,14 +103,6 @@ def product_of(tensors: dict[str, Tensor]) -> QuantisedProduct:
     )
 
 
-def can_compute(activation: Activation | None) -> bool:
-    """Whether the kernels round inputs so."""
-    if activation is None:
-        return True
-    size = activation.group_size
-    return activation.kind == "int8" and not activation.is_static and (size is None or size % LANES == 0)
-
-
 def pack_quantised(
     weights: Sequence[Packed], dtype: torch.dtype, *, interleave: bool = False
 ) -> QuantisedProduct | None:
@@ -122,7 +112,7 @@ def pack_quantised(
     `layout.pack_gate_up`. None where they have no layout in common, or none that is not much larger than they are;
     raises ValueError for a form that the kernels do not compute.
     """
-    parts = [part_of(weight, can_compute) for weight in weights]
+    parts = [part_of(weight) for weight in weights]
     if None in parts:
         return None
     joined = join([part for part in parts if part is not None])
@@ -131,7 +121,7 @@ def pack_quantised(
 
 def _packed(part: Part, dtype: torch.dtype, *, interleave: bool) -> QuantisedProduct:
     bits = 4 if part.bits == 4 or (part.zero <= 8 and int(part.values.max()) < 16) else 8
-    dtype_of_scales = part.scales.dtype if part.scales.dtype in SCALE_DTYPES else torch.float32
+    dtype_of_scales = part.scales.dtype if part.scales.dtype in DTYPES else torch.float32
 
     def in_panels(tensor: Tensor) -> Tensor:
         """[out, n] -> [panels, 32, n]."""

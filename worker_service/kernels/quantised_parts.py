@@ -3,7 +3,7 @@
 What several of them have in common is brought to one, so that they are computed as one product.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -54,13 +54,21 @@ class Part:
         return self.size * (self.num_groups // self.scales.shape[1])
 
 
-def part_of(weight: Packed, can_compute: Callable[[Activation | None], bool]) -> Part | None:
+def can_compute(activation: Activation | None) -> bool:
+    """Whether the kernels round inputs so."""
+    if activation is None:
+        return True
+    size = activation.group_size
+    return activation.kind == "int8" and not activation.is_static and (size is None or size % LANES == 0)
+
+
+def part_of(weight: Packed) -> Part | None:
     """A weight in that form; None where it would become much larger.
 
     Raises ValueError for one that the kernels do not compute.
     """
     if isinstance(weight, ScaledGrid):
-        return _part_of_grid(weight, can_compute)
+        return _part_of_grid(weight)
     depth, size, first = weight.num_inputs, weight.group_size, weight.first
     # Of what is 2 or 3 bits wide nothing but the range differs from 4 bits.
     bits = 4 if weight.bits == 4 and depth % 2 == 0 else 8
@@ -91,7 +99,7 @@ def part_of(weight: Packed, can_compute: Callable[[Activation | None], bool]) ->
     return _ordered(part, group_of)
 
 
-def _part_of_grid(weight: ScaledGrid, can_compute: Callable[[Activation | None], bool]) -> Part | None:
+def _part_of_grid(weight: ScaledGrid) -> Part | None:
     if weight.values.dtype != torch.int8 or not can_compute(weight.activation):
         raise ValueError(f"the kernels do not compute {weight.values.dtype} with inputs {weight.activation}")
     num_outputs, depth = weight.shape

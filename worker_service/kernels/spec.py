@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from worker_service.kernels.layout import LANES, PANEL, KvLayout, depth_of
-from worker_service.kernels.quantised_layout import SCALE_DTYPES, QuantisedProduct
+from worker_service.kernels.layout import DTYPES, LANES, PANEL, KvLayout, depth_of
+from worker_service.kernels.quantised_layout import QuantisedProduct
 
 MAX_HEAD_DIM = 512
 RopeTable = tuple[torch.Tensor, torch.Tensor]
@@ -137,8 +137,8 @@ def check_quantised(name: str, product: QuantisedProduct, out: int, depth: int) 
     panels, inputs, groups, span = -(-out // PANEL), product.num_inputs, product.num_groups, product.span
     if product.bits not in (4, 8) or span < LANES or span % LANES or groups < 1 or inputs % (groups * span):
         raise ValueError(f"{name} has {inputs} inputs of {product.bits} bits in {groups} groups, by spans of {span}")
-    if product.scales.dtype not in SCALE_DTYPES:
-        raise ValueError(f"{name}.scales must be of {SCALE_DTYPES}, not {product.scales.dtype}")
+    if product.scales.dtype not in DTYPES:
+        raise ValueError(f"{name}.scales must be of {DTYPES}, not {product.scales.dtype}")
     check_tensor(f"{name}.words", product.words, torch.uint8, (panels, inputs * product.bits // 32, PANEL, 4))
     _check_scales(name, product, panels)
     check_tensor(f"{name}.order", product.order, torch.int32, (inputs,))

@@ -8,7 +8,7 @@ import torch
 
 from worker_service.kernels import abi
 from worker_service.kernels.layout import DTYPES, KvLayout
-from worker_service.kernels.quantised_layout import SCALE_DTYPES, QuantisedProduct
+from worker_service.kernels.quantised_layout import QuantisedProduct
 from worker_service.kernels.spec import DecoderSpec, LayerWeights, Product, norm_whole
 
 
@@ -52,7 +52,7 @@ def quantised_structure(product: QuantisedProduct) -> abi.Quantised:
         groups_of_scale=product.num_groups // product.scales.shape[1],
         span=product.span,
         zero=product.zero,
-        scale_type=SCALE_DTYPES.index(product.scales.dtype),
+        scale_type=DTYPES.index(product.scales.dtype),
         rounding=int(activation is not None),
         rounding_group=inputs if activation is None else activation.group_size or inputs,
     )

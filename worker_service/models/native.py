@@ -16,13 +16,8 @@ from loader.quantised.schemes import GridScheme, Scheme
 from loader.shares import RankPlace, Share, even_share, grouped_share, stage_layers, vocabulary_share
 from worker_service.kernels.adapters import AdapterWeights, PackedFactors, pack_factors
 from worker_service.kernels.layout import DTYPES, LANES, pack_gate_up, pack_linear
-from worker_service.kernels.quantised_layout import (
-    QuantisedProduct,
-    can_compute,
-    flatten_product,
-    pack_quantised,
-    product_of,
-)
+from worker_service.kernels.quantised_layout import QuantisedProduct, flatten_product, pack_quantised, product_of
+from worker_service.kernels.quantised_parts import can_compute
 from worker_service.kernels.spec import MAX_HEAD_DIM, DecoderSpec, LayerWeights, Product, RopeTable
 from worker_service.models.rope import rope_frequencies, rope_shape
 

@@ -53,13 +53,8 @@ struct Product<bf16> {
 
 // Numbers of 16 bits in memory, float32 where they are multiplied, and so are the rows.
 template <>
-struct Product<f16> {
-  static constexpr int depth = 1;
-  using Row = float;
-  using Packed = Floats;
+struct Product<f16> : Product<float> {
   static SW_INLINE Packed packed(const f16* from) { return load(from); }
-  static SW_INLINE Packed broadcast(const float* from) { return splat(*from); }
-  static SW_INLINE Floats add(Floats sum, Packed a, Packed b) { return fma(a, b, sum); }
 };
 
 struct Nothing {
