@@ -1,10 +1,11 @@
 """This project beside vLLM, llama.cpp and transformers on one CPU: the same weights, type, threads and prompts.
 
 Ours is `stepwire serve`, asked over gRPC, with its scheduler and the client on the same cores; theirs run offline,
-in environments of their own (`make peers`), vLLM tuned as its guide to CPUs says. Rounds are interleaved, and whoever
-is not asked is stopped. Prompts are random token ids, new in each round, with no prefix cache; greedy, 64 tokens out.
-A bar's value is the median of our rate over the median of theirs, for `start` of their time over ours; its bound is
-the floor, and the goal stands in the figures.
+in environments of their own (`make peers`), vLLM tuned as its guide to CPUs says. Nobody streams where only whole
+answers count; what our streams of a message a token reach is among a full run's figures. Rounds are interleaved, and
+whoever is not asked is stopped. Prompts are random token ids, new in each round, with no prefix cache; greedy, 64
+tokens out. A bar's value is the median of our rate over the median of theirs, for `start` of their time over ours; its
+bound is the floor, and the goal stands in the figures.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from benchmarks.peers.ours import StepwireServer  # noqa: E402
 from benchmarks.peers.outcome import bars, figures, summary  # noqa: E402
 from benchmarks.peers.processes import NAMES, PEERS, PeerFailed, PeerProcess, close_on_sigterm, start_peer  # noqa: E402
 from benchmarks.peers.rates import Answer, decode_rate, first_difference, make_prompts  # noqa: E402
-from benchmarks.peers.rows import KEYS, NUM_OUT, OURS, ROWS, START, Measured, Options, Row  # noqa: E402
+from benchmarks.peers.rows import KEYS, NUM_OUT, OURS, ROWS, START, STREAMED, Measured, Options, Row  # noqa: E402
 from benchmarks.ready import demo_model_path  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -196,6 +197,8 @@ def measure_row(
 ) -> dict[str, list[float]]:
     """Rates of each system, one for each round. The order turns round with each round."""
     names = [name for name in (OURS, *NAMES) if name in systems and (name == OURS or name in row.limits)]
+    if row.measure == "output" and row.model == "demo" and not options.quick:
+        names.append(STREAMED)
     rates: dict[str, list[float]] = {name: [] for name in names}
     decode_rates: list[float] = []
     vocab_size, num_prompts = model.config.vocab_size, row.num_prompts(quick=options.quick)
@@ -204,11 +207,12 @@ def measure_row(
         prompt_len = row.warm_up_len(quick=options.quick) if is_warm_up else row.prompt_len
         prompts = make_prompts(f"{row.key} {number}", num_prompts, prompt_len, vocab_size)
         for name in names if number % 2 else reversed(names):
-            if name not in systems:
+            system = systems.get(OURS if name == STREAMED else name)
+            if system is None:
                 continue
             num_out = min(4, row.num_out) if is_warm_up else row.num_out
             try:
-                answer = systems[name].generate(prompts, num_out, stream=row.measure == "decode")
+                answer = system.generate(prompts, num_out, stream=row.measure == "decode" or name == STREAMED)
             except PeerFailed as error:
                 fail(systems, name, error, measured)
                 continue

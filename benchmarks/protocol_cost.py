@@ -90,7 +90,7 @@ def measure(model: Model, batches: Sequence[int], num_rounds: int) -> Rates:
                 # Every arrangement takes every place in a round.
                 names = list(arrangements)[number % 3 :] + list(arrangements)[: number % 3]
                 for name in names:
-                    answer = arrangements[name].generate(prompts, NUM_OUT)
+                    answer = arrangements[name].generate(prompts, NUM_OUT, stream=True)
                     if [len(tokens) for tokens in answer.tokens] != [NUM_OUT] * batch:
                         raise SystemExit(f"{name} did not make {NUM_OUT} tokens of every prompt")
                     if number >= 0:

@@ -17,6 +17,8 @@ from stepwire.supervisor.ports import free_port
 
 _READY_TIMEOUT_S, _END_TIMEOUT_S, _REQUEST_TIMEOUT_S = 180.0, 60.0, 300.0
 _POLL_S = 0.01
+# Tokens in a message, at most.
+_WHOLE = 512
 
 
 class StepwireServer:
@@ -56,9 +58,9 @@ class StepwireServer:
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, stream: bool = False, adapters: Sequence[str] = ()
     ) -> Answer:
         """Greedy continuations, all begun together, and when each token was there; with `adapters`, each with its own.
-        Tokens are always streamed."""
-        del stream
-        done = self._runner.run(self._generate_all(prompts, max_tokens, adapters or [""] * len(prompts)))
+        Without `stream` each comes as a whole, but for its first token."""
+        names = adapters or [""] * len(prompts)
+        done = self._runner.run(self._generate_all(prompts, max_tokens, names, 1 if stream else _WHOLE))
         return Answer([tokens for tokens, _ in done], [times for _, times in done])
 
     def encode(self, text: str) -> list[int]:
@@ -96,14 +98,15 @@ class StepwireServer:
                 await asyncio.sleep(_POLL_S)
 
     async def _generate_all(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, adapters: Sequence[str]
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, adapters: Sequence[str], interval: int
     ) -> list[tuple[list[int], list[float]]]:
         begin = time.perf_counter()
         pairs = zip(prompts, adapters, strict=True)
-        return await asyncio.gather(*(self._generate(prompt, max_tokens, begin, name) for prompt, name in pairs))
+        calls = (self._generate(prompt, max_tokens, begin, name, interval) for prompt, name in pairs)
+        return await asyncio.gather(*calls)
 
     async def _generate(
-        self, prompt: Sequence[int], max_tokens: int, begin: float, adapter: str
+        self, prompt: Sequence[int], max_tokens: int, begin: float, adapter: str, interval: int
     ) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         times: list[float] = []
@@ -113,6 +116,7 @@ class StepwireServer:
             temperature=0.0,
             ignore_eos=True,
             adapter=adapter,
+            stream_interval=interval,
             timeout=_REQUEST_TIMEOUT_S,
         )
         async for event in stream:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from benchmarks.peers.rates import Answer, decode_rate, output_rate, prompt_rate
 
 OURS = "stepwire"
+STREAMED = "stepwire_streamed"
 NUM_OUT = 64
 MIN_BANDWIDTH_SHARE = 0.8
 _MAX_WARM_UP_LEN, _QUICK_WARM_UP_TOKENS = 512, 256

@@ -364,5 +364,6 @@ class Engine:
 
 def _live_request(request: Request, checked: Checked, trace: RequestTrace, arrival: float) -> LiveRequest:
     best_of = None if checked.best_of is None else BestOf(checked.best_of)
-    stream = OutputStream(len(request.prompt_token_ids) - 1 if request.scores_prompt else 0)
+    num_scored = len(request.prompt_token_ids) - 1 if request.scores_prompt else 0
+    stream = OutputStream(num_scored, interval=checked.stream_interval)
     return LiveRequest(request, checked.stops, checked.sampling.min_tokens, trace, arrival, best_of, stream)

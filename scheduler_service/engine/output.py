@@ -22,6 +22,8 @@ from scheduler_service.engine.values import Output
 from stepwire.rpc.errors import StepwireError
 
 MAX_MERGED_TOKENS = 512
+# Tokens of a sequence that a client may have wait for each other.
+MAX_STREAM_INTERVAL = MAX_MERGED_TOKENS
 # What a client may leave untaken: as many tokens, or a 24th of it with log-probabilities, which are that much larger.
 MAX_BACKLOG = 250_000
 LOGPROBS_COST = 24
@@ -34,10 +36,26 @@ _log = structlog.stdlib.get_logger(__name__)
 class OutputStream:
     """The messages of one request that its client has not taken yet. Used on the event loop alone."""
 
-    __slots__ = ("_backlog", "_error", "_held", "_is_ended", "_items", "_num_unscored", "_tails", "_waiter")
+    __slots__ = (
+        "_backlog",
+        "_begun",
+        "_error",
+        "_growing",
+        "_held",
+        "_interval",
+        "_is_ended",
+        "_items",
+        "_num_unscored",
+        "_tails",
+        "_waiter",
+    )
 
-    def __init__(self, num_scored: int = 0) -> None:
-        """With `num_scored` prompt tokens to tell of before the first output."""
+    def __init__(self, num_scored: int = 0, *, interval: int = 1) -> None:
+        """With `num_scored` prompt tokens to tell of before the first output; messages after the first of a sequence
+        have at least `interval` tokens, unless they are its last."""
+        self._interval = interval
+        self._begun: set[int] = set()
+        self._growing: dict[int, Output] = {}
         self._backlog = 0
         self._items: deque[Output | PromptLogprobs] = deque()
         self._num_unscored = num_scored
@@ -54,13 +72,32 @@ class OutputStream:
 
     def put(self, output: Output) -> None:
         """Adds a message, or merges it into the last one of its sequence if that has not been taken."""
-        self._backlog += cost(output)
-        tail = self._tails.get(output.sequence_index)
+        index = output.sequence_index
+        if (growing := self._growing.get(index)) is not None:
+            merge_output(growing, output)
+            if self._may_go(growing):
+                self._add(self._growing.pop(index))
+            return
+        tail = self._tails.get(index)
         if tail is not None and len(tail.token_ids) < MAX_MERGED_TOKENS:
+            self._backlog += cost(output)
             merge_output(tail, output)
+        elif self._may_go(output):
+            self._add(output)
         else:
-            (self._held if self._num_unscored else self._items).append(output)
-            self._tails[output.sequence_index] = output
+            self._growing[index] = output
+
+    def _may_go(self, output: Output) -> bool:
+        if len(output.token_ids) >= self._interval or output.finish_reason is not None:
+            return True
+        return output.sequence_index not in self._begun
+
+    def _add(self, output: Output) -> None:
+        self._backlog += cost(output)
+        (self._held if self._num_unscored else self._items).append(output)
+        self._tails[output.sequence_index] = output
+        if self._interval > 1:
+            self._begun.add(output.sequence_index)
         self._wake()
 
     def put_prompt_logprobs(self, part: PromptLogprobs) -> None:
@@ -79,6 +116,8 @@ class OutputStream:
         if not self._is_ended:
             self._is_ended = True
             self._error = error
+            while self._growing:
+                self._add(self._growing.pop(next(iter(self._growing))))
             self._wake()
 
     async def get(self) -> Output | PromptLogprobs | None:

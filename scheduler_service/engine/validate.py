@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler_service.engine.best_of import BestOfRule
+from scheduler_service.engine.output import MAX_STREAM_INTERVAL
 from scheduler_service.engine.stop import StopStrings
 from scheduler_service.engine.structured import check_structured
 from scheduler_service.engine.tenants import TenantRules
@@ -53,6 +54,7 @@ class Checked:
     num_sequences: int
     best_of: BestOfRule | None
     max_draft_tokens: int
+    stream_interval: int = 1
 
     def with_grammar(self, key: bytes) -> "Checked":
         """The same, its output held to a grammar."""
@@ -96,7 +98,8 @@ class Validator:
             # What a sequence is judged by.
             sampling = sampling if best_of.has_logprobs else replace(sampling, logprobs=0)
         drafts = _int("max_draft_tokens", call.max_draft_tokens, self._max_draft_tokens, (0, MAX_DRAFT_TOKENS))
-        return Checked(sampling, _check_stop(given.stop), max_tokens, n, num_sequences, best_of, drafts)
+        interval = _int("stream_interval", call.stream_interval, 1, (1, MAX_STREAM_INTERVAL))
+        return Checked(sampling, _check_stop(given.stop), max_tokens, n, num_sequences, best_of, drafts, interval)
 
     def check_detokenize(self, token_ids: Sequence[int]) -> None:
         """Checks that there are no more ids than a context holds."""

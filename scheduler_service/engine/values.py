@@ -84,7 +84,7 @@ class SamplingInput:
 @dataclass(frozen=True, slots=True)
 class GenerateInput:
     """One call of Generate, unchecked. `deadline_s` is the time the client still waits, in seconds; `max_draft_tokens`
-    is None where the client said nothing of speculation."""
+    and `stream_interval` are None where the client said nothing of them."""
 
     prompt: Prompt | None
     sampling: SamplingInput = SamplingInput()
@@ -96,6 +96,7 @@ class GenerateInput:
     adapter: str = ""
     deadline_s: float | None = None
     max_draft_tokens: int | None = None
+    stream_interval: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

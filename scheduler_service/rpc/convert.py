@@ -70,6 +70,7 @@ def generate_input(request: pb.GenerateRequest, deadline_s: float | None, tenant
         priors=[prior.ids for prior in request.prior_output_token_ids[: MAX_N + 1]],
         deadline_s=deadline_s,
         max_draft_tokens=_max_draft_tokens(request),
+        stream_interval=request.stream_interval if request.HasField("stream_interval") else None,
     )
 
 

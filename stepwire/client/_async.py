@@ -173,7 +173,7 @@ class AsyncClient:
     ) -> Completion:
         """As `generate`, but waits for the end and returns the whole."""
         builder = CompletionBuilder()
-        async with self.generate(prompt, sampling=sampling, **keywords) as stream:
+        async with self.generate(prompt, sampling=sampling, **_calls.in_whole(keywords)) as stream:
             async for event in stream:
                 builder.add(event)
         completion = builder.build()

@@ -58,11 +58,13 @@ def generate_request(
     TypeError for unknown keywords and values of a wrong type. All other checks are the service's.
     """
     own = {name: value for name, value in keywords.items() if name in _REQUEST_FIELDS}
-    taken = (*own, "timeout", "max_draft_tokens")
+    taken = (*own, "timeout", "max_draft_tokens", "stream_interval")
     others: dict[str, Any] = {name: value for name, value in keywords.items() if name not in taken}
     params = replace(sampling or SamplingParams(), **others)
     if (num_drafts := keywords.get("max_draft_tokens")) is not None:
         own["speculation"] = filled(inference_pb2.Speculation, max_draft_tokens=num_drafts)
+    if (interval := keywords.get("stream_interval")) is not None:
+        own["stream_interval"] = interval
     return filled(inference_pb2.GenerateRequest, sampling=_sampling(params), **own, **_prompt(prompt))
 
 

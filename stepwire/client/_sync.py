@@ -154,7 +154,7 @@ class Client(Closing):
     ) -> Completion:
         """As `generate`, but waits for the end and returns the whole."""
         builder = CompletionBuilder()
-        with self.generate(prompt, sampling=sampling, **keywords) as stream:
+        with self.generate(prompt, sampling=sampling, **_calls.in_whole(keywords)) as stream:
             for event in stream:
                 builder.add(event)
         completion = builder.build()

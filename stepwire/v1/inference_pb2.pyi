@@ -101,6 +101,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     PRIOR_OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    STREAM_INTERVAL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name; empty means the first of those served."""
     text: _builtins.str
@@ -111,6 +112,11 @@ class GenerateRequest(_message.Message):
     """Higher goes first and may preempt lower; -100 to 100, and no more than what the tenant may ask for."""
     adapter: _builtins.str
     """Name of the LoRA adapter that the model is to have; empty for none. One that is not loaded is NOT_FOUND."""
+    stream_interval: _builtins.int
+    """An `output` waits until its sequence has brought this many tokens since the last one; 1 to 512; 1 by default. The
+    first token of a sequence waits for none, and no end waits. More are less work for service and client: for whoever
+    reads answers as a whole.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, taken as they stand."""
@@ -148,13 +154,19 @@ class GenerateRequest(_message.Message):
         adapter: _builtins.str = ...,
         prior_output_token_ids: _abc.Iterable[Global___TokenIds] | None = ...,
         speculation: Global___Speculation | None = ...,
+        stream_interval: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stream_interval", b"stream_interval", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "messages", b"messages", "model", b"model", "prior_output_token_ids", b"prior_output_token_ids", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval", "adapter", b"adapter", "messages", b"messages", "model", b"model", "prior_output_token_ids", b"prior_output_token_ids", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stream_interval", b"stream_interval", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__stream_interval: _TypeAlias = _typing.Literal["stream_interval"]  # noqa: Y015
+    _WhichOneofArgType__stream_interval: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stream_interval) -> _WhichOneofReturnType__stream_interval | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015

@@ -81,7 +81,8 @@ class InferenceServiceServicer:
     def Generate(self, request, context):
         """Continues a prompt. The first message is `started`; then, when asked for,
         `prompt_logprobs`, one or more, in the order of their positions; then one `output`
-        for each token, which coalesce only while the client is behind; the last is `finished`.
+        for each token, or for several as `stream_interval` says, which coalesce further only
+        while the client is behind; the last is `finished`.
         Outputs of one sequence arrive in the order of their positions. Cancelling the
         call frees what the request holds with the next step.
         """

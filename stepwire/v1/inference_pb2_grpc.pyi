@@ -43,7 +43,8 @@ class InferenceServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Continues a prompt. The first message is `started`; then, when asked for,
     `prompt_logprobs`, one or more, in the order of their positions; then one `output`
-    for each token, which coalesce only while the client is behind; the last is `finished`.
+    for each token, or for several as `stream_interval` says, which coalesce further only
+    while the client is behind; the last is `finished`.
     Outputs of one sequence arrive in the order of their positions. Cancelling the
     call frees what the request holds with the next step.
     """
@@ -71,7 +72,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Continues a prompt. The first message is `started`; then, when asked for,
     `prompt_logprobs`, one or more, in the order of their positions; then one `output`
-    for each token, which coalesce only while the client is behind; the last is `finished`.
+    for each token, or for several as `stream_interval` says, which coalesce further only
+    while the client is behind; the last is `finished`.
     Outputs of one sequence arrive in the order of their positions. Cancelling the
     call frees what the request holds with the next step.
     """
@@ -102,7 +104,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Continues a prompt. The first message is `started`; then, when asked for,
         `prompt_logprobs`, one or more, in the order of their positions; then one `output`
-        for each token, which coalesce only while the client is behind; the last is `finished`.
+        for each token, or for several as `stream_interval` says, which coalesce further only
+        while the client is behind; the last is `finished`.
         Outputs of one sequence arrive in the order of their positions. Cancelling the
         call frees what the request holds with the next step.
         """

@@ -84,6 +84,19 @@ async def test_speculation_is_asked_of_the_worker_and_changes_no_token() -> None
         assert limits == {"default": limit, "some": limit, "none": 0, "unsaid": 0}
 
 
+@pytest.mark.parametrize("interval", [1, 4, 512])
+async def test_messages_hold_as_many_tokens_as_are_asked_for(interval: int) -> None:
+    async with running_scheduler() as scheduler:
+        responses = await scheduler.generate(
+            text="hello", sampling=pb.SamplingParams(max_tokens=10, seed=5), stream_interval=interval
+        )
+        outputs = [response.output for response in responses if response.HasField("output")]
+        sizes = [len(output.token_ids) for output in outputs]
+        assert all(size >= interval for size in sizes[1:-1]) and len(sizes) <= 2 + 9 // interval
+        prompt = scheduler.tokenizer.encode("hello").ids
+        assert tokens_of(responses) == expected_tokens(prompt, 10, letter_ids(scheduler.tokenizer), seed=5)
+
+
 async def test_n_sequences_have_their_own_tokens_and_indexes() -> None:
     async with running_scheduler() as scheduler:
         prompt = list(range(10, 50))

@@ -10,7 +10,7 @@ from benchmarks.peers import rows
 from benchmarks.peers.models import BIG, Model
 from benchmarks.peers.processes import PeerFailed
 from benchmarks.peers.rates import Answer
-from benchmarks.peers.rows import OURS, ROWS, Measured, Row
+from benchmarks.peers.rows import OURS, ROWS, STREAMED, Measured, Row
 
 
 def test_all_of_it_by_default() -> None:
@@ -44,6 +44,7 @@ class System:
 
     def __init__(self, fails: bool = False) -> None:
         self.asked: list[tuple[int, int, int]] = []
+        self.num_streamed = 0
         self.fails = fails
         self.is_closed = False
 
@@ -51,6 +52,7 @@ class System:
         if self.fails:
             raise PeerFailed("no")
         self.asked.append((len(prompts), len(prompts[0]), max_tokens))
+        self.num_streamed += stream
         times = [0.1 + 0.1 * token for token in range(max_tokens)]
         return Answer([[1] * max_tokens] * len(prompts), [times] * len(prompts))
 
@@ -62,6 +64,20 @@ def asked(row: Row, *flags: str) -> list[tuple[int, int, int]]:
     system = System()
     measure_row(row, MODEL, {OURS: system}, parse(list(flags)), Measured())  # type: ignore[dict-item]
     return system.asked
+
+
+def test_whole_answers_are_compared_and_a_full_run_tells_of_streams_too() -> None:
+    measured, ours, theirs = Measured(), System(), System()
+    systems: dict[str, Any] = {OURS: ours, "hf": theirs}
+    rates = measure_row(ROW["b8"], MODEL, systems, parse([]), measured)
+    num_rounds = ROW["b8"].rounds[0]
+    assert {name: len(values) for name, values in rates.items()} == dict.fromkeys((OURS, "hf", STREAMED), num_rounds)
+    assert (ours.num_streamed, theirs.num_streamed) == (num_rounds + 1, 0)
+    ours.num_streamed = 0
+    measure_row(ROW["b8"], MODEL, systems, parse(["--quick"]), measured)
+    assert (ours.num_streamed, theirs.num_streamed) == (0, 0)
+    measure_row(ROW["ctx2k"], MODEL, systems, parse(["--quick"]), measured)
+    assert ours.num_streamed == theirs.num_streamed > 0
 
 
 MODEL = Model(BIG, Path("folder"), Path("gguf"))

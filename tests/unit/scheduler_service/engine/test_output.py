@@ -56,6 +56,67 @@ async def test_merged_messages_do_not_grow_without_end() -> None:
     assert sum(sizes) == 2000 and max(sizes) <= 512
 
 
+async def test_messages_wait_for_each_other_as_the_interval_says() -> None:
+    stream = OutputStream(interval=3)
+    first = asyncio.create_task(stream.get())
+    await asyncio.sleep(0)
+    stream.put(output(0, 0))
+    assert await first == output(0, 0)  # the first token of a sequence waits for none
+    second = asyncio.create_task(stream.get())
+    for position in (1, 2):
+        stream.put(output(0, position))
+        stream.put(output(1, position - 1))
+        await asyncio.sleep(0)
+    assert await second == output(1, 0)  # nor does that of another one
+    third = asyncio.create_task(stream.get())
+    await asyncio.sleep(0)
+    assert not third.done()
+    stream.put(output(0, 3))
+    assert await third == Output(0, 1, [1, 2, 3], "1;2;3;", [1, 2, 3])
+    stream.put(output(1, 2, FinishReason.LENGTH))  # and no end waits
+    assert await stream.get() == Output(1, 1, [1, 2], "1;2;", [1, 2], FinishReason.LENGTH)
+
+
+async def test_what_waits_for_more_comes_before_the_end_of_a_stream() -> None:
+    stream = OutputStream(interval=100)
+    for index in range(2):
+        stream.put(output(index, 0))
+        await stream.get()
+    for position in range(1, 4):
+        stream.put(output(0, position))
+        stream.put(output(1, position))
+    stream.end(StepwireError("WORKER_FAILED", "lost"))
+    taken: list[Any] = [await stream.get() for _ in range(2)]
+    assert [(each.sequence_index, each.token_ids) for each in taken] == [(0, [1, 2, 3]), (1, [1, 2, 3])]
+    with pytest.raises(StepwireError, match="lost"):
+        await stream.get()
+
+
+async def test_what_waits_for_more_is_no_backlog_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_service.engine.output.MAX_BACKLOG", 100)
+    stream = OutputStream(interval=5)
+    stream.put(output(0, 0))
+    await stream.get()
+    for position in range(1, 5):
+        stream.put(output(0, position))
+        assert not stream.is_overfull
+    stream.put(output(0, 5))
+    assert stream.is_overfull
+    await stream.get()
+    assert not stream.is_overfull and stream._backlog == 0
+
+
+async def test_outputs_that_wait_for_more_follow_the_whole_prompt() -> None:
+    stream = OutputStream(2, interval=2)
+    first, second = PromptLogprobs(1, 1, "a"), PromptLogprobs(2, 1, "b")
+    stream.put_prompt_logprobs(first)
+    for position in range(3):
+        stream.put(output(1, position))
+    stream.put_prompt_logprobs(second)
+    taken = [await stream.get() for _ in range(3)]
+    assert taken == [first, second, Output(1, 0, [0, 1, 2], "0;1;2;", [0, 1, 2])]
+
+
 async def test_a_stream_is_overfull_until_enough_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_service.engine.output.MAX_BACKLOG", 75)
     stream = OutputStream()

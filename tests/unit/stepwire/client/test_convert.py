@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from stepwire.client import FinishReason, Message, Output, PositionLogprobs, SamplingParams, TokenLogprob
+from stepwire.client._calls import in_whole
 from stepwire.client._convert import event, generate_request, tokenize
 from stepwire.client._structured import FIELDS
 from stepwire.rpc.errors import StepwireError
@@ -37,6 +38,19 @@ def test_drafts_are_asked_for_where_a_number_is_given() -> None:
         assert sent.HasField("max_draft_tokens") and sent.max_draft_tokens == num
     with pytest.raises(StepwireError, match="max_draft_tokens"):
         generate_request("x", None, {"max_draft_tokens": 2**40})
+
+
+def test_messages_of_several_tokens_are_asked_for_where_a_number_is_given() -> None:
+    assert not generate_request("x", None, {}).HasField("stream_interval")
+    assert not generate_request("x", None, {"stream_interval": None}).HasField("stream_interval")
+    assert generate_request("x", None, {"stream_interval": 8}).stream_interval == 8
+    with pytest.raises(StepwireError, match="stream_interval"):
+        generate_request("x", None, {"stream_interval": 2**40})
+
+
+def test_whole_answers_come_in_large_messages_unless_the_caller_says_otherwise() -> None:
+    assert generate_request("x", None, in_whole({"timeout": 1})).stream_interval == 512
+    assert generate_request("x", None, in_whole({"stream_interval": 4})).stream_interval == 4
 
 
 def test_keywords_win_over_sampling() -> None:
