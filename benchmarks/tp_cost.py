@@ -13,10 +13,14 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from benchmarks.groups.collectives import CollectiveResult, measure_collectives
-from benchmarks.groups.fanout import FanoutResult, measure_fanout
-from benchmarks.report import Bar, report
-from tests.support.tiny_checkpoint import make_tiny_llama
+from stepwire.rpc.environment import prepare_grpc
+
+prepare_grpc()  # as the programs do
+
+from benchmarks.groups.collectives import CollectiveResult, measure_collectives  # noqa: E402
+from benchmarks.groups.fanout import FanoutResult, measure_fanout  # noqa: E402
+from benchmarks.report import Bar, report  # noqa: E402
+from tests.support.tiny_checkpoint import make_tiny_llama  # noqa: E402
 
 NUM_RANKS = (2, 8, 64)
 
