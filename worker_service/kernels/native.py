@@ -126,6 +126,8 @@ class BatchTables:
     computed: NDArray[np.int32]
     block_tables: NDArray[np.int32]
     runs: Sequence[AdapterRun] = ()
+    longest: int = field(init=False, compare=False, repr=False)
+    """Positions of the longest sequence, the new ones among them."""
     _c_runs: Any = field(default=None, init=False, compare=False, repr=False)
     c: abi.Batch = field(init=False, compare=False, repr=False)
 
@@ -140,8 +142,10 @@ class BatchTables:
                 f"query_start {self.query_start.shape}, computed {self.computed.shape} and block_tables "
                 f"{self.block_tables.shape} are not of the same sequences"
             )
-        if count == 0 or self.query_start[0] != 0 or (np.diff(self.query_start) < 1).any() or (self.computed < 0).any():
+        new = self.query_start[1:] - self.query_start[:-1]
+        if count == 0 or self.query_start[0] != 0 or new.min() < 1 or self.computed.min() < 0:
             raise ValueError("query_start must begin with 0 and rise, computed must not be negative")
+        object.__setattr__(self, "longest", int((self.computed + new).max()))
         pointers = [array.ctypes.data for array in (self.query_start, self.computed, self.block_tables)]
         batch = abi.Batch(count, int(self.query_start[-1]), *pointers, self.block_tables.shape[1])
         if self.runs:
@@ -154,11 +158,6 @@ class BatchTables:
     def num_tokens(self) -> int:
         """New tokens of all sequences."""
         return int(self.query_start[-1])
-
-    @property
-    def longest(self) -> int:
-        """Positions of the longest sequence, the new ones among them."""
-        return int((self.computed + np.diff(self.query_start)).max())
 
 
 class Decoder:
@@ -346,7 +345,8 @@ class Decoder:
 
     def _check_rows(self, rows: torch.Tensor, num_tokens: int) -> None:
         check_tensor("rows", rows, torch.int64, (len(rows),))
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
+        numbers = rows.tolist()
+        if numbers and not 0 <= min(numbers) <= max(numbers) < num_tokens:
             raise ValueError(f"rows must lie below {num_tokens}")
 
     def _check_hidden(self, hidden: torch.Tensor, num_tokens: int) -> None:

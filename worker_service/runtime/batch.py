@@ -29,8 +29,8 @@ class AdapterRows:
 class StepBatch:
     """A packed batch, its sequences as they are in the step, or as `build_batch` was asked to order them.
 
-    By token: `token_ids`, `positions`, `slots` [num_tokens]. By sequence: `rows` of the table, `counts`
-    of new tokens, `computed` before, block `tables`. Of the sequences to sample: `sampled_tokens`, the
+    By token: `token_ids`, `positions` [num_tokens]. By sequence: `rows` of the table, `counts` of new
+    tokens, `computed` before, block `tables`. Of the sequences to sample: `sampled_tokens`, the
     batch row of each one's last token, and `sampled`, its place among the sequences. `hidden_tokens`
     are the batch rows whose hidden states are wanted, ascending: those, unless prompts are scored too.
     `adapters` are in rising order; tokens in none of them have no adapter.
@@ -40,7 +40,6 @@ class StepBatch:
 
     token_ids: IntArray
     positions: IntArray
-    slots: IntArray
     rows: IntArray
     sequence_ids: IntArray
     counts: IntArray
@@ -54,6 +53,11 @@ class StepBatch:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def slots(self, block_size: int) -> IntArray:
+        """Where the keys and values of each token go: block times `block_size` and place in it, [num_tokens]."""
+        owners = np.repeat(np.arange(len(self)), self.counts)
+        return self.tables[owners, self.positions // block_size] * block_size + self.positions % block_size
 
     def sampled_at(self, chosen: NDArray[np.bool_]) -> "StepBatch":
         """The same batch, sampled at the chosen ones of its places alone."""
@@ -76,35 +80,40 @@ def build_batch(
     With `decodes_first` sequences of one new token come first, the longest at the head, then prefill chunks. Otherwise
     those of one adapter come together.
     """
-    all_ids = np.asarray(step.sequence_ids, np.int64).reshape(-1)
-    all_rows = np.fromiter((table.row_of[i] for i in step.sequence_ids), np.int64, len(all_ids))
-    scheduled = checked.scheduled if drafts is None else checked.scheduled + drafts
-    # The longest first, so that neighbours are of like length.
-    order = np.lexsort((-checked.computed, scheduled != 1)) if decodes_first else np.arange(len(all_rows))
-    order = order[~table.skipped[all_rows[order]]]
+    ids, rows = np.asarray(step.sequence_ids, np.int64).reshape(-1), table.rows_of(step.sequence_ids)
+    counts = checked.scheduled if drafts is None else checked.scheduled + drafts
+    computed = checked.computed
+    skipped, order = table.skipped[rows], None
+    if decodes_first:
+        # The longest first, so that neighbours are of like length.
+        order = np.lexsort((-computed, counts != 1))
+    if skipped.any():
+        order = np.flatnonzero(~skipped) if order is None else order[~skipped[order]]
     if adapters and not decodes_first:
+        order = np.arange(len(rows)) if order is None else order
         # Sequences that share blocks have the same adapter, so whoever reads stays behind whoever fills.
-        order = order[np.argsort(_adapter_order(all_rows[order], adapters), kind="stable")]
-    rows, counts, computed = all_rows[order], scheduled[order], checked.computed[order]
-    starts = np.cumsum(counts) - counts
-    token_rows = np.repeat(rows, counts)
-    positions = np.arange(int(counts.sum())) + np.repeat(computed - starts, counts)
-    blocks = table.tables[token_rows, positions // table.block_size]
-    slots = blocks * table.block_size + positions % table.block_size
-    sampled = np.flatnonzero(computed + counts >= table.num_tokens[rows])
-    sampled_tokens, offsets = (starts + counts - 1)[sampled], None
+        order = order[np.argsort(_adapter_order(rows[order], adapters), kind="stable")]
+    if order is not None:
+        ids, rows, counts, computed = ids[order], rows[order], counts[order], computed[order]
+        drafts = None if drafts is None else drafts[order]
+    lengths, ends = computed + counts, counts.cumsum()
+    token_rows, positions = rows, computed
+    if len(ends) and ends[-1] != len(rows):
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(int(ends[-1])) + np.repeat(lengths - ends, counts)
+    sampled = np.flatnonzero(lengths >= table.num_tokens[rows])
+    sampled_tokens, offsets = ends[sampled] - 1, None
     if drafts is not None:
-        repeats = 1 + drafts[order][sampled]
+        repeats = 1 + drafts[sampled]
         offsets = np.arange(int(repeats.sum())) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         sampled_tokens = np.repeat(sampled_tokens - repeats + 1, repeats) + offsets
         sampled = np.repeat(sampled, repeats)
-    longest = int((computed + counts).max(initial=0))
+    longest = int(lengths.max(initial=0))
     return StepBatch(
         token_ids=table.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
-        slots=slots,
         rows=rows,
-        sequence_ids=all_ids[order],
+        sequence_ids=ids,
         counts=counts,
         computed=computed,
         tables=table.tables[rows, : -(-longest // table.block_size)],

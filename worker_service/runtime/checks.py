@@ -11,55 +11,57 @@ from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.step import NewSequence, Sampling, StateMismatch, StepInput
 
 IntArray = NDArray[np.int64]
+# Of sequences that are known: their places in the step, and their rows in the table.
+Places = tuple[IntArray, IntArray]
 _MAX_LOGPROBS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedStep:
-    """A step's columns as arrays, found to agree with the table. `sequence_errors` are for new sequences that are
-    wrong in themselves; the step goes on without them. `computed` is what is computed in truth, with accepted draft
-    tokens that the scheduler had not heard of; `drafts` is how many may be verified, None when none may."""
+    """A step's columns as arrays, found to agree with the table. `new_blocks` by the ids of sequences that get any;
+    `sequence_errors` are for new sequences that are wrong in themselves; the step goes on without them. `computed` is
+    what is computed in truth, with accepted draft tokens that the scheduler had not heard of; `drafts` is how many may
+    be verified, None when none may."""
 
     scheduled: IntArray
     computed: IntArray
-    new_blocks: list[IntArray]
+    new_blocks: dict[int, IntArray]
     sequence_errors: dict[int, str]
     drafts: IntArray | None = None
 
 
 def check_step(step: StepInput, table: SequenceTable) -> CheckedStep:
-    """Raises StateMismatch, naming sequence, what is held and what was sent, when the step cannot be applied."""
+    """Raises StateMismatch, naming sequence, what is held and what was sent, when the step cannot be applied.
+
+    Runs while the device waits: what is wrong is looked for at once, and named only when there is something.
+    """
     ids = step.sequence_ids
-    columns = {
-        name: _integers(getattr(step, name), name)
-        for name in ("scheduled_token_counts", "computed_token_counts", "new_block_counts")
-    }
-    for name, column in columns.items():
-        if len(column) != len(ids):
-            raise StateMismatch(f"step {step.step_id}: {name} has {len(column)} entries for {len(ids)} sequences")
-    scheduled, computed, block_counts = columns.values()
-    _refuse_where(scheduled < 1, ids, "scheduled_token_count is below 1", scheduled)
-    _refuse_where(scheduled > table.max_model_len, ids, "scheduled_token_count is beyond max_model_len", scheduled)
-    _refuse_where(computed < 0, ids, "computed_token_count is negative", computed)
-    _refuse_where(block_counts < 0, ids, "new_block_count is negative", block_counts)
+    scheduled = _column(step.scheduled_token_counts, "scheduled_token_counts", step)
+    computed = _column(step.computed_token_counts, "computed_token_counts", step)
+    block_counts = _column(step.new_block_counts, "new_block_counts", step)
+    _refuse_outside(step.scheduled_token_counts, 1, table.max_model_len, ids, "scheduled_token_count")
+    _refuse_outside(step.computed_token_counts, 0, None, ids, "computed_token_count")
+    _refuse_outside(step.new_block_counts, 0, None, ids, "new_block_count")
     drafts = _draft_counts(step)
     new = {sequence.sequence_id: sequence for sequence in step.new_sequences}
     _check_ids(step, table, new)
     new_blocks = _split_blocks(step, block_counts, table)
-    is_new = np.fromiter((sequence_id in new for sequence_id in ids), np.bool_, len(ids))
-    known = np.flatnonzero(~is_new)
-    computed = _true_counts(step, table, known, computed)
-    _check_known(step, table, known, scheduled, computed, block_counts)
+    fresh = [i for i, sequence_id in enumerate(ids) if sequence_id in new] if new else []
+    known = np.delete(np.arange(len(ids)), fresh) if fresh else np.arange(len(ids))
+    rows = table.rows_of([sequence_id for sequence_id in ids if sequence_id not in new] if fresh else ids)
+    computed = _true_counts(step, table, known, rows, computed)
+    _check_known(step, table, (known, rows), scheduled, computed, block_counts)
     if drafts is not None:
-        _refuse_where((drafts > 0) & is_new, ids, "draft tokens are planned for a new sequence", drafts)
-        _check_drafts(step, table, known, scheduled + drafts, computed, block_counts)
+        if fresh and drafts[fresh].any():
+            _refuse_where(drafts[fresh] > 0, [ids[i] for i in fresh], "draft tokens are planned for a new sequence")
+        _check_drafts(step, table, (known, rows), scheduled + drafts, computed, block_counts)
     errors = {}
-    for i in np.flatnonzero(is_new).tolist():
+    for i in fresh:
         error = _check_new(new[ids[i]], table, int(scheduled[i]), int(computed[i]), int(block_counts[i]))
         if error is not None:
             errors[ids[i]] = error
     checked = CheckedStep(scheduled, computed, new_blocks, errors, drafts)
-    _check_writes(step, checked, table, new)
+    _check_writes(step, checked, table, (known, rows), [new[ids[i]] for i in fresh])
     return checked
 
 
@@ -83,42 +85,40 @@ def _check_ids(step: StepInput, table: SequenceTable, new: dict[int, NewSequence
             raise StateMismatch(f"sequence {sequence_id} is scheduled in the step that ends it")
 
 
-def _split_blocks(step: StepInput, counts: IntArray, table: SequenceTable) -> list[IntArray]:
+def _split_blocks(step: StepInput, counts: IntArray, table: SequenceTable) -> dict[int, IntArray]:
     blocks = _integers(step.new_block_ids, "new_block_ids")
-    if int(counts.sum()) != len(blocks):
-        raise StateMismatch(
-            f"step {step.step_id}: {len(blocks)} new blocks for new_block_counts of {int(counts.sum())}"
-        )
+    num = sum(step.new_block_counts)
+    if num != len(blocks):
+        raise StateMismatch(f"step {step.step_id}: {len(blocks)} new blocks for new_block_counts of {num}")
+    if not num:
+        return {}
     _check_blocks(blocks, table, f"step {step.step_id}")
-    return np.split(blocks, np.cumsum(counts)[:-1]) if len(counts) else []
+    ends = counts.cumsum().tolist()
+    parts = zip(step.sequence_ids, [0, *ends], ends, strict=False)
+    return {sequence_id: blocks[first:last] for sequence_id, first, last in parts if first < last}
 
 
 def _check_known(
-    step: StepInput, table: SequenceTable, which: IntArray, scheduled: IntArray, computed: IntArray, blocks: IntArray
+    step: StepInput, table: SequenceTable, places: Places, scheduled: IntArray, computed: IntArray, blocks: IntArray
 ) -> None:
-    ids = [step.sequence_ids[i] for i in which]
-    rows = np.fromiter((table.row_of[sequence_id] for sequence_id in ids), np.int64, len(ids))
-    wanted = table.within_limit(rows, computed[which] + scheduled[which])
-    held_blocks = table.num_held_blocks[rows] + blocks[which]
-    _refuse_where(
-        computed[which] != table.num_computed[rows],
-        ids,
-        "computed_token_count differs from the worker's",
-        computed[which],
-        table.num_computed[rows],
-    )
+    known, rows = places
+    sent = computed[known]
+    wanted = table.within_limit(rows, sent + scheduled[known])
+    held_blocks = table.num_held_blocks[rows] + blocks[known]
+    differs = sent != table.num_computed[rows]
     # A sequence that stopped or failed holds fewer tokens than its scheduler, which has not heard of it yet, counts.
     short = (wanted > table.num_tokens[rows]) & ~table.skipped[rows]
+    too_long = wanted > table.max_model_len
+    too_wide, too_narrow = held_blocks > table.max_blocks, held_blocks * table.block_size < wanted
+    if not (differs | short | too_long | too_wide | too_narrow).any():
+        return
+    ids = [step.sequence_ids[i] for i in known]
+    text = "computed_token_count differs from the worker's"
+    _refuse_where(differs, ids, text, sent, table.num_computed[rows])
     _refuse_where(short, ids, "more tokens are scheduled than it has", wanted, table.num_tokens[rows])
-    _refuse_where(wanted > table.max_model_len, ids, "its tokens exceed max_model_len", wanted)
-    _refuse_where(held_blocks > table.max_blocks, ids, "its block table exceeds max_model_len", held_blocks)
-    _refuse_where(
-        held_blocks * table.block_size < wanted,
-        ids,
-        "its block table is too short",
-        held_blocks * table.block_size,
-        wanted,
-    )
+    _refuse_where(too_long, ids, "its tokens exceed max_model_len", wanted)
+    _refuse_where(too_wide, ids, "its block table exceeds max_model_len", held_blocks)
+    _refuse_where(too_narrow, ids, "its block table is too short", held_blocks * table.block_size, wanted)
 
 
 def _draft_counts(step: StepInput) -> IntArray | None:
@@ -130,27 +130,29 @@ def _draft_counts(step: StepInput) -> IntArray | None:
         raise StateMismatch(
             f"step {step.step_id}: draft_token_counts has {len(drafts)} entries for {len(step.sequence_ids)} sequences"
         )
-    _refuse_where(drafts < 0, step.sequence_ids, "draft_token_count is negative", drafts)
+    _refuse_outside(step.draft_token_counts, 0, None, step.sequence_ids, "draft_token_count")
     return drafts
 
 
-def _true_counts(step: StepInput, table: SequenceTable, known: IntArray, computed: IntArray) -> IntArray:
+def _true_counts(
+    step: StepInput, table: SequenceTable, known: IntArray, rows: IntArray, computed: IntArray
+) -> IntArray:
     """`computed`, of which the scheduler sends what it knows, with what steps since the applied one have added."""
     if not table.accepted:
         return computed
-    rows = np.fromiter((table.row_of[step.sequence_ids[i]] for i in known), np.int64, len(known))
     true = computed.copy()
     true[known] += table.num_unapplied(rows, step.applied_step_id)
     return true
 
 
 def _check_drafts(
-    step: StepInput, table: SequenceTable, known: IntArray, most: IntArray, computed: IntArray, blocks: IntArray
+    step: StepInput, table: SequenceTable, places: Places, most: IntArray, computed: IntArray, blocks: IntArray
 ) -> None:
     """`most` is how many tokens may be computed of each sequence, drafts among them."""
-    which = known[np.asarray(step.draft_token_counts, np.int64)[known] > 0]
+    known, rows = places
+    drafting = np.asarray(step.draft_token_counts, np.int64)[known] > 0
+    which, rows = known[drafting], rows[drafting]
     ids = [step.sequence_ids[i] for i in which]
-    rows = np.fromiter((table.row_of[sequence_id] for sequence_id in ids), np.int64, len(ids))
     _refuse_where(table.token_limit[rows] == 0, ids, "draft tokens are planned, but it does not speculate", most[which])
     wanted = table.within_limit(rows, computed[which] + most[which])
     held = (table.num_held_blocks[rows] + blocks[which]) * table.block_size
@@ -184,35 +186,41 @@ def _check_new(new: NewSequence, table: SequenceTable, scheduled: int, computed:
     return _token_error(new.token_ids, table.vocab_size) or sampling_error(new.sampling, table.vocab_size)
 
 
-def _check_writes(step: StepInput, checked: CheckedStep, table: SequenceTable, new: dict[int, NewSequence]) -> None:
+def _check_writes(
+    step: StepInput, checked: CheckedStep, table: SequenceTable, places: Places, new: Sequence[NewSequence]
+) -> None:
     """Refuses a sequence that would write a block which another one holds, or gets too."""
     holders = table.num_holders
-    ended = {*step.finished_sequence_ids, *step.preempted_sequence_ids}
-    gone = [table.row_of[sequence_id] for sequence_id in ended if sequence_id in table.row_of]
+    ended = [*step.finished_sequence_ids, *step.preempted_sequence_ids]
+    gone = [table.row_of[sequence_id] for sequence_id in set(ended) if sequence_id in table.row_of] if ended else []
     if gone:
         holders = holders.copy()
         for row in gone:
             holders[table.held_blocks(row)] -= 1
-    first = checked.computed // table.block_size
-    own, fresh = [], []
-    for i, sequence_id in enumerate(step.sequence_ids):
-        if sequence_id in new:
-            fresh.append(np.asarray(new[sequence_id].block_ids, np.int64)[first[i] :])
-        else:
-            row = table.row_of[sequence_id]
-            fresh.append(checked.new_blocks[i])
-            if not table.skipped[row]:
-                own.append(table.held_blocks(row)[first[i] :])
-    for blocks, most, text in (
-        (_joined(own), 1, "is written by one sequence and held by another"),
-        (_joined(fresh), 0, "is given to a sequence while it is held"),
-    ):
-        held = blocks[holders[blocks] > most]
-        if len(held):
-            raise StateMismatch(f"step {step.step_id}: block {held[0]} {text}")
-    unique, times = np.unique(_joined(fresh), return_counts=True)
+    known, rows = places
+    first = checked.computed[known] // table.block_size
+    first = np.where(table.skipped[rows], table.num_held_blocks[rows], first)
+    own = table.blocks_from(rows, first)
+    _refuse_held(own, holders, 1, f"step {step.step_id}", "is written by one sequence and held by another")
+    if not (new or step.new_block_ids):
+        return
+    fresh = list(checked.new_blocks.values())
+    for sequence in new:
+        place = step.sequence_ids.index(sequence.sequence_id)
+        begin = int(checked.computed[place]) // table.block_size
+        fresh.append(np.asarray(sequence.block_ids, np.int64)[begin:])
+    given = _joined(fresh)
+    _refuse_held(given, holders, 0, f"step {step.step_id}", "is given to a sequence while it is held")
+    unique, times = np.unique(given, return_counts=True)
     if (times > 1).any():
         raise StateMismatch(f"step {step.step_id}: block {unique[np.argmax(times)]} is given twice")
+
+
+def _refuse_held(blocks: IntArray, holders: IntArray, most: int, where: str, text: str) -> None:
+    """Raises when one of the blocks is in more than `most` block tables."""
+    held = holders[blocks] > most
+    if held.any():
+        raise StateMismatch(f"{where}: block {blocks[held][0]} {text}")
 
 
 def _joined(arrays: Sequence[IntArray]) -> IntArray:
@@ -268,12 +276,30 @@ def _check_blocks(block_ids: IntArray, table: SequenceTable, name: str) -> None:
 
 
 def _refuse_where(
-    wrong: NDArray[np.bool_], ids: Sequence[int], text: str, sent: IntArray, held: IntArray | None = None
+    wrong: NDArray[np.bool_], ids: Sequence[int], text: str, sent: IntArray | None = None, held: IntArray | None = None
 ) -> None:
     if wrong.any():
         i = int(np.argmax(wrong))
-        against = "" if held is None else f" against {held[i]}"
-        raise StateMismatch(f"sequence {ids[i]}: {text} ({sent[i]}{against})")
+        found = "" if sent is None else f" ({sent[i]}{'' if held is None else f' against {held[i]}'})"
+        raise StateMismatch(f"sequence {ids[i]}: {text}{found}")
+
+
+def _refuse_outside(values: Sequence[int], low: int, high: int | None, ids: Sequence[int], name: str) -> None:
+    if not values or (min(values) >= low and (high is None or max(values) <= high)):
+        return
+    for sequence_id, value in zip(ids, values, strict=True):
+        if value < low:
+            raise StateMismatch(f"sequence {sequence_id}: {name} is below {low} ({value})")
+        if high is not None and value > high:
+            raise StateMismatch(f"sequence {sequence_id}: {name} is beyond max_model_len {high} ({value})")
+
+
+def _column(values: Sequence[int], name: str, step: StepInput) -> IntArray:
+    column = _integers(values, name)
+    if len(column) != len(step.sequence_ids):
+        count = len(step.sequence_ids)
+        raise StateMismatch(f"step {step.step_id}: {name} has {len(column)} entries for {count} sequences")
+    return column
 
 
 def _integers(values: Sequence[int], what: str) -> IntArray:

@@ -187,7 +187,7 @@ class TorchExecutor:
     def _attention(self, batch: StepBatch) -> Attention:
         if isinstance(self._planner, KernelPlanner):
             return self._planner.plan(batch)
-        plan = self._planner.plan(batch.slots, batch.counts, batch.computed, batch.tables)
+        plan = self._planner.plan(batch.slots(self.block_size), batch.counts, batch.computed, batch.tables)
         return PagedAttention(self._cache, self._planner, plan)
 
     def _row_adapters(self, batch: StepBatch) -> RowAdapters:

@@ -51,7 +51,9 @@ class KernelPlanner:
             for first, last in ((0, num_decodes), (num_decodes, len(batch)))
             if first < last
         ]
-        return KernelAttention(self._kernel, self._pages, self._rules, self._tensor(batch.slots), parts)
+        return KernelAttention(
+            self._kernel, self._pages, self._rules, self._tensor(batch.slots(self._block_size)), parts
+        )
 
     def plan_decodes(self, positions: torch.Tensor, tables: torch.Tensor) -> "KernelAttention":
         """The attention of one new token a sequence, at `positions` int64 [sequences], with int32 `tables`

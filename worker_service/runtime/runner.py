@@ -83,7 +83,7 @@ class ModelRunner:
         checked = check_step(step, self._table)
         self._apply(step, checked)
         output.errors.update(checked.sequence_errors)
-        rows = np.fromiter((self._table.row_of[i] for i in step.sequence_ids), np.int64, len(step.sequence_ids))
+        rows = self._table.rows_of(step.sequence_ids)
         drafts = None if checked.drafts is None else self._draft(checked, checked.drafts, rows, output)
         decodes_first = self._executor.wants_decodes_first
         batch = build_batch(
@@ -110,7 +110,7 @@ class ModelRunner:
                 self._masks.remove(row)
         if table.accepted:
             table.forget_accepted(step.applied_step_id)
-        computed = dict(zip(step.sequence_ids, checked.computed.tolist(), strict=True))
+        computed = dict(zip(step.sequence_ids, checked.computed.tolist(), strict=True)) if step.new_sequences else {}
         for new in step.new_sequences:
             failed = new.sequence_id in checked.sequence_errors
             row = table.add(new, computed[new.sequence_id], failed=failed)
@@ -123,12 +123,11 @@ class ModelRunner:
                 tokens = table.token_ids[row, : len(new.token_ids)].astype(np.int64)
                 prompt, so_far = np.split(tokens, [new.prompt_token_count])
                 self._sampler.penalties.add(row, prompt, so_far)
-        for sequence_id, blocks in zip(step.sequence_ids, checked.new_blocks, strict=True):
-            if len(blocks):
-                row = table.row_of[sequence_id]
-                table.append_blocks(row, blocks)
-                if not table.skipped[row]:
-                    entered.append(blocks)
+        for sequence_id, blocks in checked.new_blocks.items():
+            row = table.row_of[sequence_id]
+            table.append_blocks(row, blocks)
+            if not table.skipped[row]:
+                entered.append(blocks)
         if entered:
             self._executor.take_blocks(entered)
 
@@ -222,24 +221,25 @@ class ModelRunner:
         if batch.offsets is not None:
             last = self._accept(batch, batch.offsets, sampled, output)
             which, sampled = which[last], sampled.at(last)
-        rows, ids = batch.rows[which], batch.sequence_ids[which]
-        table.skipped[rows[sampled.failed]] = True
-        for place in np.flatnonzero(sampled.failed).tolist():
-            output.fail(int(ids[place]), sampled.reasons.get(place, Failure(NOT_FINITE)))
-        good = ~sampled.failed
-        rows, token_ids = rows[good], sampled.token_ids[good]
+        rows, ids, token_ids = batch.rows[which], batch.sequence_ids[which], sampled.token_ids
+        output.logprobs = {int(ids[place]): logprobs for place, logprobs in sampled.logprobs.items()}
+        if sampled.failed.any():
+            table.skipped[rows[sampled.failed]] = True
+            for place in np.flatnonzero(sampled.failed).tolist():
+                output.fail(int(ids[place]), sampled.reasons.get(place, Failure(NOT_FINITE)))
+            good = ~sampled.failed
+            rows, ids, token_ids = rows[good], ids[good], token_ids[good]
         table.append_tokens(rows, token_ids)
         penalised = table.sampling.has_penalty[rows]
         if penalised.any():
             self._sampler.penalties.record(rows[penalised], token_ids[penalised])
         stopped = table.sampling.is_stop(rows, token_ids)
-        table.skipped[rows[stopped]] = True
+        if stopped.any():
+            table.skipped[rows[stopped]] = True
+            output.stopped_sequence_ids = ids[stopped].tolist()
         if table.num_speculating:
             table.skipped[rows[table.num_tokens[rows] == table.token_limit[rows]]] = True
-        output.sequence_ids = ids[good].tolist()
-        output.token_ids = token_ids.tolist()
-        output.stopped_sequence_ids = ids[good][stopped].tolist()
-        output.logprobs = {int(ids[place]): logprobs for place, logprobs in sampled.logprobs.items()}
+        output.sequence_ids, output.token_ids = ids.tolist(), token_ids.tolist()
 
     def _accept(self, batch: StepBatch, offsets: IntArray, sampled: Sampled, output: StepOutput) -> IntArray:
         """Takes the drafts that were right into the table and the answer; answers each sequence's last place."""

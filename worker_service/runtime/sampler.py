@@ -100,6 +100,8 @@ class Sampler:
     @staticmethod
     def is_greedy(rows: IntArray, num_outputs: IntArray, sampling: SamplingColumns) -> bool:
         """Whether all that these rows ask for is the likeliest token."""
+        if sampling.is_greedy[rows].all():
+            return True
         others = (sampling.temperature[rows] > 0) | sampling.has_penalty[rows] | sampling.has_edits[rows]
         return not (others | (sampling.num_logprobs[rows] >= 0) | _is_masked(rows, num_outputs, sampling)).any()
 

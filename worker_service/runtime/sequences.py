@@ -26,6 +26,8 @@ class SamplingColumns:
         self.has_penalty = np.zeros(0, np.bool_)
         self.has_edits = np.zeros(0, np.bool_)
         """Whether tokens are biased, banned, or all but some."""
+        self.is_greedy = np.zeros(0, np.bool_)
+        """Whether nothing is asked for, at any token, but the likeliest."""
         self.typical_p = np.zeros(0, np.float64)
         self.min_tokens = np.zeros(0, np.int64)
         self.seed = np.zeros(0, np.uint64)
@@ -54,6 +56,11 @@ class SamplingColumns:
             sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
         )
         self.has_edits[row] = bool(sampling.biases or sampling.allowed_token_ids or sampling.banned_token_ids)
+        self.is_greedy[row] = (
+            sampling.temperature == 0
+            and sampling.logprobs is None
+            and not (sampling.min_tokens or self.has_penalty[row] or self.has_edits[row])
+        )
         self.typical_p[row] = sampling.typical_p
         self.min_tokens[row] = sampling.min_tokens
         self.seed[row] = np.uint64(sampling.seed)
@@ -202,6 +209,22 @@ class SequenceTable:
         if last == num_prompt:
             del self.scored[row]
         return (first, last) if first < last else None
+
+    def rows_of(self, sequence_ids: Sequence[int]) -> IntArray:
+        """The rows of known sequences."""
+        return np.fromiter(map(self.row_of.__getitem__, sequence_ids), np.int64, len(sequence_ids))
+
+    def blocks_from(self, rows: IntArray, first: IntArray) -> IntArray:
+        """All blocks in the tables of these rows, each from a place on, one row after the other."""
+        counts = np.maximum(self.num_held_blocks[rows] - first, 0)
+        if counts.max(initial=0) <= 1:
+            has_one = counts > 0
+            rows, places = rows[has_one], first[has_one]
+        else:
+            places = np.arange(int(counts.sum())) + np.repeat(first - counts.cumsum() + counts, counts)
+            rows = np.repeat(rows, counts)
+        blocks: IntArray = self.tables[rows, places]
+        return blocks
 
     def held_blocks(self, row: int) -> IntArray:
         """The block table of a row."""

@@ -116,9 +116,8 @@ class SimRunner:
                 row = table.add(new, computed[new.sequence_id], failed=failed)
                 if new.grammar_key and not failed:
                     self._take_grammar(row, new, checked)
-        for sequence_id, blocks in zip(step.sequence_ids, checked.new_blocks, strict=True):
-            if len(blocks):
-                table.append_blocks(table.row_of[sequence_id], blocks)
+        for sequence_id, blocks in checked.new_blocks.items():
+            table.append_blocks(table.row_of[sequence_id], blocks)
 
     def _take_grammar(self, row: int, new: NewSequence, checked: CheckedStep) -> None:
         try:

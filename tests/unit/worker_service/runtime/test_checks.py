@@ -1,6 +1,8 @@
 """Steps that disagree with what the worker holds: each is refused, and changes nothing."""
 
 import copy
+import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ import torch
 
 from tests.support.tiny_runner import Driver, make_runner
 from worker_service.models.decoder import Decoder
+from worker_service.runtime.checks import check_step
+from worker_service.runtime.sequences import SequenceTable
 from worker_service.runtime.step import NewSequence, Sampling, StateMismatch, StepInput
 
 
@@ -138,3 +142,74 @@ def test_what_is_finished_is_forgotten_before_anything_else(settled: Driver) -> 
 def test_a_step_may_only_end_sequences(settled: Driver) -> None:
     output = settled.runner.execute(StepInput(9, [], [], [], [], [], [], [1], [2]))
     assert output.sequence_ids == [] and settled.runner.num_sequences == 0
+
+
+def blocks_agree(step: StepInput, table: SequenceTable) -> bool:
+    """Whether nobody writes, or gets, a block that another one holds: sequence by sequence, block by block."""
+    ended = {*step.finished_sequence_ids, *step.preempted_sequence_ids}
+    holders = Counter(
+        block
+        for sequence_id, row in table.row_of.items()
+        if sequence_id not in ended
+        for block in table.held_blocks(row).tolist()
+    )
+    new, given, blocks = {each.sequence_id: each for each in step.new_sequences}, list[int](), [*step.new_block_ids]
+    columns = zip(step.sequence_ids, step.computed_token_counts, step.new_block_counts, strict=True)
+    for sequence_id, computed, count in columns:
+        first = computed // table.block_size
+        given += [blocks.pop(0) for _ in range(count)]
+        if sequence_id in new:
+            given += list(new[sequence_id].block_ids)[first:]
+        elif not table.skipped[table.row_of[sequence_id]]:
+            held = table.held_blocks(table.row_of[sequence_id]).tolist()
+            if any(holders[block] > 1 for block in held[first:]):
+                return False
+    return not any(holders[block] for block in given) and len(set(given)) == len(given)
+
+
+def test_blocks_are_checked_as_one_by_one() -> None:
+    refused = 0
+    for seed in range(400):
+        draws = random.Random(seed)
+        table = SequenceTable(vocab_size=10, max_model_len=64, num_blocks=40, block_size=4)
+        free = list(range(40))
+        draws.shuffle(free)
+        shared = [free.pop(), free.pop()]
+        held: dict[int, tuple[int, int]] = {}
+        for sequence_id in range(1, draws.randint(2, 6)):
+            num = draws.randint(1, 14)
+            computed = draws.randint(0, num - 1)
+            blocks = [free.pop() for _ in range(-(-num // 4))]
+            blocks[: draws.randint(0, 2)] = shared[: min(len(blocks), draws.randint(0, 2))]
+            if len(blocks) * 4 < num or len(set(blocks)) < len(blocks):
+                continue
+            sequence = NewSequence(sequence_id, "r", [1] * num, num, Sampling(), blocks)
+            row = table.add(sequence, computed, failed=draws.random() < 0.1)
+            held[sequence_id] = (num, computed)
+            assert table.held_blocks(row).tolist() == blocks
+        ended = [each for each in held if draws.random() < 0.2]
+        ids = [each for each in held if each not in ended and draws.random() < 0.9]
+        counts = [draws.choice([0, 0, 0, 1, 2]) for _ in ids]
+        any_block = [*free, *(draws.randrange(40) for _ in range(draws.choice([0, 0, 1])))]
+        new_blocks = [draws.choice(any_block) for _ in range(sum(counts))]
+        fresh = []
+        if draws.random() < 0.4:
+            fresh = [NewSequence(9, "n", [1] * 5, 5, Sampling(), [*shared[:1], draws.choice(any_block)])]
+        step = StepInput(
+            1,
+            fresh,
+            [*ids, *(9 for _ in fresh)],
+            [*(held[each][0] - held[each][1] for each in ids), *(1 for _ in fresh)],
+            [*(held[each][1] for each in ids), *(4 for _ in fresh)],
+            [*counts, *(0 for _ in fresh)],
+            new_blocks,
+            ended,
+            [],
+        )
+        if blocks_agree(step, table):
+            check_step(step, table)
+        else:
+            refused += 1
+            with pytest.raises(StateMismatch, match="block"):
+                check_step(step, table)
+    assert 50 < refused < 350

@@ -228,7 +228,7 @@ def test_a_count_that_steps_in_flight_explain_is_taken(drafting_driver: Driver) 
         ({"computed_token_counts": [7, 6]}, "computed_token_count differs"),
         ({"draft_token_counts": [1, 1]}, "does not speculate"),
         ({"draft_token_counts": [1]}, "1 entries for 2 sequences"),
-        ({"draft_token_counts": [-1, 0]}, "negative"),
+        ({"draft_token_counts": [-1, 0]}, "below 0"),
         ({"draft_token_counts": [2**70, 0]}, "64 bits"),
         ({"draft_token_counts": [6, 0]}, "too short for its draft tokens"),
     ],

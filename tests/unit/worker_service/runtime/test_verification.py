@@ -22,7 +22,7 @@ def drafting(drafts: list[list[int]], stops: tuple[int, ...] = ()) -> tuple[Step
     rows = np.array([table.row_of[i] for i in range(len(drafts))], np.int64)
     sampled = np.repeat(np.arange(len(drafts)), [1 + len(tokens) for tokens in drafts])
     offsets = np.array([i for tokens in drafts for i in range(1 + len(tokens))], np.int64)
-    batch = StepBatch(NONE, NONE, NONE, rows, rows, NONE, NONE, NONE, sampled, sampled, NONE, offsets=offsets)
+    batch = StepBatch(NONE, NONE, rows, rows, NONE, NONE, NONE, sampled, sampled, NONE, offsets=offsets)
     return batch, table
 
 
