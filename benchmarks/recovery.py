@@ -192,7 +192,7 @@ async def disturb(server: ServedProcess, num_kills: int, num_idle_kills: int, r:
         undisturbed = await asyncio.gather(*(follow(client, job) for job in jobs))
         outcome.expected = {stream.job: stream.token_ids for stream in undisturbed}
         await kill_under_load(server, client, jobs, num_kills, outcome, r)
-    await kill_while_idle(server, num_idle_kills, outcome, r)
+        await kill_while_idle(server, client, jobs, num_idle_kills, outcome, r)
     return outcome
 
 
@@ -228,9 +228,13 @@ async def kill_under_load(
     await asyncio.gather(*loads)
 
 
-async def kill_while_idle(server: ServedProcess, num_kills: int, outcome: Outcome, r: random.Random) -> None:
-    """Kills when nothing runs; every second time once more, as soon as the next worker is there and loads."""
+async def kill_while_idle(
+    server: ServedProcess, client: AsyncClient, jobs: Sequence[Job], num_kills: int, outcome: Outcome, r: random.Random
+) -> None:
+    """Kills when nothing runs; every second time once more, as soon as the next worker is there and loads. Between two
+    kills one request runs: workers that are lost again and again without a step between end the service."""
     for number in range(num_kills):
+        outcome.streams.append(await follow(client, jobs[number % len(jobs)]))
         await asyncio.sleep(r.uniform(LEAST_GAP_S, MOST_GAP_S))
         first = worker_pids(server.pid)
         os.kill(r.choice(first), signal.SIGKILL)
@@ -267,7 +271,12 @@ async def ready_after(server: ServedProcess, killed_at: float) -> float:
         was_away = False
         while True:
             server.check_runs()
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+            try:
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(1.0)
+                server.check_runs()
+                raise
             is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
             was_away = was_away or not is_serving
             now = time.monotonic()
