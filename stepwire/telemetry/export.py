@@ -18,14 +18,18 @@ _log = logging.getLogger(__name__)
 
 QUEUE_SPANS = 8192
 _BATCH_SPANS = 512
-_EXPORT_EVERY_S = 1.0
+_TICK_S = 1.0
+# Spans wait so long where others keep coming, as OpenTelemetry's own batches do, and less where none does. A call costs
+# 3 ms of processor time however few spans it takes: each second it was most of what a sample of one in a hundred cost.
+_MAX_TICKS, _QUIET_TICKS = 5, 2
 _EXPORT_TIMEOUT_S = 1.5
 _PAUSE_S = 0.00005
 _SCOPE = "stepwire"
 
 
 class SpanExporter:
-    """A queue of at most `QUEUE_SPANS` spans, and the thread that empties it every second.
+    """A queue of at most `QUEUE_SPANS` spans, and the thread that empties it: when no more have come for two seconds,
+    when some have waited for five, or when there are many.
 
     What does not fit, and what the collector does not take within its time, is dropped and counted: tracing must
     not hold a service up. One log record says when the collector is lost and one when it is back.
@@ -89,11 +93,17 @@ class SpanExporter:
         self._channel.close()
 
     def _run(self) -> None:
+        num_before = waited = quiet = 0
         while self._end_at is None:
-            self._wake.wait(_EXPORT_EVERY_S)
+            are_many = self._wake.wait(_TICK_S)
             self._wake.clear()
-            while self._queue:
-                self._export(self._take())
+            num = len(self._queue)
+            waited, quiet = (waited + 1 if num else 0), (quiet + 1 if num == num_before else 0)
+            num_before = num
+            if are_many or waited >= _MAX_TICKS or quiet >= _QUIET_TICKS:
+                while self._queue:
+                    self._export(self._take())
+                num_before = waited = quiet = 0
 
     def _take(self) -> list[RecordedSpan]:
         return [self._queue.popleft() for _ in range(min(_BATCH_SPANS, len(self._queue)))]

@@ -66,7 +66,7 @@ def test_spans_reach_the_collector_with_their_resource() -> None:
     server, port = start(collector)
     telemetry = Telemetry.start("stepwire-test", otlp_endpoint=f"127.0.0.1:{port}", attributes={"stepwire.rank": "0"})
     telemetry.tracer_provider.get_tracer("t").start_span("x").end()
-    assert collector.received.wait(5), "the schedule delay is half a second"
+    assert collector.received.wait(5), "what no other span follows is sent within three seconds"
     telemetry.tracer_provider.get_tracer("t").start_span("y").end()
     telemetry.shutdown()
     assert [span.name for span in collector.spans()] == ["x", "y"]
@@ -74,6 +74,28 @@ def test_spans_reach_the_collector_with_their_resource() -> None:
     assert resource["service.name"].string_value == "stepwire-test"
     assert resource["stepwire.rank"].string_value == "0"
     assert resource["process.pid"].int_value > 0
+    server.stop(0)
+
+
+def test_spans_that_keep_coming_are_sent_together_and_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwire.telemetry.export._TICK_S", 0.1)
+    collector = Collector()
+    server, port = start(collector)
+    telemetry = Telemetry.start("stepwire-test", otlp_endpoint=f"127.0.0.1:{port}")
+    tracer = telemetry.tracer_provider.get_tracer("t")
+    began, num = time.monotonic(), 0
+    while not collector.received.is_set() and time.monotonic() - began < 5:
+        tracer.start_span("x").end()
+        num += 1
+        time.sleep(0.02)
+    assert len(collector.spans()) <= num and time.monotonic() - began >= 0.4
+    collector.received.clear()
+    monkeypatch.setattr("stepwire.telemetry.export._TICK_S", 60.0)
+    time.sleep(0.2)  # the tick in hand
+    for _ in range(600):
+        tracer.start_span("y").end()
+    assert collector.received.wait(5)
+    telemetry.shutdown()
     server.stop(0)
 
 
