@@ -2,9 +2,9 @@
 
 Off is what a service does that was started without a collector. On, a request is traced when its caller says so: none
 is drawn. With each signal it writes down what it has spent on tracing so far, in the folder that `LEDGER` names: one
-line of nanoseconds of processor time, in a file named after the process. That is the time inside of what makes spans
-and inside of the export, by the clocks of their threads, so that nothing else disturbs it; what gRPC's own threads
-take for an export is not in it.
+line of nanoseconds of processor time and a number of exports, in a file named after the process. That is the time
+inside of what makes spans and inside of the export, by the clocks of their threads, so that nothing else disturbs it;
+what gRPC's own threads take for an export is not in it (see `export_cost`).
 """
 
 import os
@@ -36,6 +36,7 @@ class _Ledger:
 
     def __init__(self) -> None:
         self.spent_ns = 0
+        self.num_calls = 0
         self._is_inside = False
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,6 +46,7 @@ class _Ledger:
             if self._is_inside:
                 return function(*values, **named)
             self._is_inside = True
+            self.num_calls += 1
             began = time.thread_time_ns()
             try:
                 return function(*values, **named)
@@ -92,7 +94,7 @@ def _run() -> None:
             recorder._sink = sink if number == SWITCH_ON else None
         for tracing in step_tracings:
             tracing._is_on = number == SWITCH_ON
-        line = f"{loop.spent_ns + exporter.spent_ns}\n"
+        line = f"{loop.spent_ns + exporter.spent_ns} {exporter.num_calls}\n"
         (Path(os.environ[LEDGER]) / f"{os.getpid()}").write_text(line)
 
     for number in (SWITCH_OFF, SWITCH_ON):

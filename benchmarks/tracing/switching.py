@@ -23,8 +23,8 @@ from benchmarks.tracing.switched import LEDGER, SWITCH_OFF, SWITCH_ON
 from stepwire.client import AsyncClient, Output
 from stepwire.telemetry.spans import SpanRecorder
 
-# Until the exporter has sent what is queued: it looks once a second.
-_FLUSH_S = 1.2
+# Until the exporter has sent what is queued: two ticks of a second after the last span.
+_FLUSH_S = 3.3
 _POLL_S, _TIMEOUT_S = 0.005, 300.0
 
 
@@ -40,12 +40,13 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a block of requests took: processor time of all services, of that what is known to go to tracing, and tokens
-    a second."""
+    """What a block of requests took: processor time of all services, of that what is known to go to tracing, exports of
+    spans, and tokens a second."""
 
     num_tokens: int
     cpu_per_token_s: float
     tracing_per_token_s: float
+    exports_per_token: float
     tokens_per_s: float
 
 
@@ -67,29 +68,31 @@ class Switching:
 
     def block(self, prompts: Sequence[Sequence[int]], max_tokens: int, mode: Mode) -> Block:
         """Runs requests, so many at once, and waits until their spans are sent."""
-        spent_before = self._switch(mode)
+        spent_before, exports_before = self._switch(mode)
         before, began = self._cpu_s(), time.perf_counter()
         num_tokens = self._runner.run(self._run(prompts, max_tokens, mode))
         seconds = time.perf_counter() - began
         time.sleep(_FLUSH_S)
         cpu_s = self._cpu_s() - before
-        tracing_s = self._switch(mode) - spent_before
-        return Block(num_tokens, cpu_s / num_tokens, tracing_s / num_tokens, num_tokens / seconds)
+        spent_s, num_exports = self._switch(mode)
+        tracing, exports = (spent_s - spent_before) / num_tokens, (num_exports - exports_before) / num_tokens
+        return Block(num_tokens, cpu_s / num_tokens, tracing, exports, num_tokens / seconds)
 
     def close(self) -> None:
         """Closes the clients."""
         self._runner.run(_close(self._plain, self._tracing))
         self._runner.close()
 
-    def _switch(self, mode: Mode) -> float:
-        """Switches all services; answers what they have spent on tracing so far, in seconds."""
+    def _switch(self, mode: Mode) -> tuple[float, int]:
+        """Switches all services; answers what they have spent on tracing so far, in seconds, and their exports."""
         written = [self._ledger / str(pid) for pid in self.pids]
         for path in written:
             path.unlink(missing_ok=True)
             os.kill(int(path.name), SWITCH_OFF if mode is Mode.OFF else SWITCH_ON)
         while not all(path.exists() and path.read_text().endswith("\n") for path in written):
             time.sleep(_POLL_S)
-        return sum(int(path.read_text()) for path in written) / 1e9
+        spent = [list(map(int, path.read_text().split())) for path in written]
+        return sum(ns for ns, _ in spent) / 1e9, sum(num for _, num in spent)
 
     def _cpu_s(self) -> float:
         """Processor time of the services so far, to the nanosecond: see CPUCLOCK_SCHED in Linux's posix-timers."""
