@@ -17,6 +17,7 @@ from stepwire.cli.errors import CommandError
 from stepwire.cli.health_check import wait_until_serving
 from stepwire.cli.serve_models import Fleet
 from stepwire.cli.serve_plan import LOOPBACK, by_model, check_models, located, plan
+from stepwire.cli.serve_ray import ray_placement
 from stepwire.cli.settings_options import Settings
 from stepwire.placement.head import Head
 from stepwire.supervisor.child import ChildSpec
@@ -45,12 +46,7 @@ def _serve_found(settings: Settings, found: Sequence[Mapping[str, object]], star
     check_free(scheduler.host, scheduler.port)
     check_models(scheduler.all_models, workers, are_here=supervisor.placement == "local")
     if supervisor.placement == "ray":
-        from stepwire.cli.serve_ray import workers_on_ray
-
-        with workers_on_ray(settings, found, scheduler, workers, supervisor) as (scheduler, specs, head):
-            for spec in specs:
-                _say(f"{spec.name} at {spec.address} logs to {spec.log_path}")
-            return _supervise(Fleet(settings, scheduler, supervisor, Path(), _say), scheduler, specs, started, head)
+        return _serve_on_ray(settings, found, started)
     fleet = Fleet(settings, scheduler, supervisor, _log_dir(supervisor), _say)
     here = [spec for each in by_model(scheduler.all_models, workers) for spec in fleet.worker_specs(*each)]
     try:
@@ -59,6 +55,15 @@ def _serve_found(settings: Settings, found: Sequence[Mapping[str, object]], star
         if any(worker.restart_store == "auto" for worker in workers):
             # A worker that was killed left its weights for the next, and there is none.
             evict_idle(default_folder())
+
+
+def _serve_on_ray(settings: Settings, found: Sequence[Mapping[str, object]], started: float) -> int:
+    asked, workers, supervisor = plan(settings, found)
+    with ray_placement(supervisor, workers) as on_ray:
+        scheduler, specs = on_ray.place_first(settings, found, asked)
+        fleet = Fleet(settings, scheduler, supervisor, Path(), _say, on_ray)
+        fleet.hold_placed(specs)
+        return _supervise(fleet, scheduler, specs, started, on_ray.head)
 
 
 def _supervise(

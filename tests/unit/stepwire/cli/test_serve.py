@@ -59,7 +59,8 @@ def test_ray_that_is_not_installed_is_told_with_how_to(
     run_command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "stepwire.placement.ray", raising=False)
+    for name in ("cluster", "group", "ray"):
+        monkeypatch.delitem(sys.modules, f"stepwire.placement.{name}", raising=False)
     model = make_tiny_llama(tmp_path / "tiny")
     done = run_command("serve", "--model", str(model), "--port", "0", "--placement", "ray")
     assert (done.exit_code, "pip install 'stepwire[ray]'" in done.stderr) == (1, True)
