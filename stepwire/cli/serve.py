@@ -1,7 +1,10 @@
 """What `stepwire serve` does: checks, plans the child processes, and supervises them."""
 
 import asyncio
+import atexit
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,11 +62,25 @@ def _serve_found(settings: Settings, found: Sequence[Mapping[str, object]], star
 
 def _serve_on_ray(settings: Settings, found: Sequence[Mapping[str, object]], started: float) -> int:
     asked, workers, supervisor = plan(settings, found)
-    with ray_placement(supervisor, workers) as on_ray:
-        scheduler, specs = on_ray.place_first(settings, found, asked)
-        fleet = Fleet(settings, scheduler, supervisor, Path(), _say, on_ray)
-        fleet.hold_placed(specs)
-        return _supervise(fleet, scheduler, specs, started, on_ray.head)
+    status, on_ray = 1, None
+    try:
+        with ray_placement(supervisor, workers) as on_ray:
+            scheduler, specs = on_ray.place_first(settings, found, asked)
+            fleet = Fleet(settings, scheduler, supervisor, Path(), _say, on_ray)
+            fleet.hold_placed(specs)
+            status = _supervise(fleet, scheduler, specs, started, on_ray.head)
+        return status
+    finally:
+        if on_ray is not None and not on_ray.is_left:
+            # What Ray does itself at the end of a process waits for its head without limit, or crashes.
+            atexit.register(_end_at_once, status)
+
+
+def _end_at_once(status: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _supervise(

@@ -58,6 +58,11 @@ class RayPlacement:
         """The cluster's head."""
         return self._cluster.head
 
+    @property
+    def is_left(self) -> bool:
+        """Whether Ray has let go of this process."""
+        return self._cluster.is_left
+
     def place_first(
         self, settings: Settings, found: Sequence[Mapping[str, object]], asked: SchedulerSettings
     ) -> tuple[SchedulerSettings, list[ChildSpec]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import threading
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import ray
 from ray.exceptions import RayError
-from ray.util import placement_group
+from ray.util import list_named_actors, placement_group
 
 from stepwire.placement.apart import apart
 from stepwire.placement.group import PlacedActor, PlacedGroup, RayWish, first_line, no_actor
@@ -36,6 +37,8 @@ class Cluster:
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
+        self.is_left = False
+        """Whether Ray has let go of this process, which can end as others do."""
         self._groups: set[PlacedGroup] = set()
         self._num_placing = 0
         self._changed = threading.Condition()
@@ -47,6 +50,7 @@ class Cluster:
         Raises PlacementError, with nothing held: where the cluster has no room within the wish's time, and where its
         head does not answer.
         """
+        self._check_head(math.inf)
         unwanted = threading.Event()
         work = apart(lambda: self.place_all([wish], lambda: not unwanted.is_set()))
         # Room, then the start of the actors.
@@ -54,9 +58,8 @@ class Cluster:
         try:
             while not work.done():
                 left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise PlacementError(f"{self.head} does not answer: no worker can be placed; try again later")
-                await asyncio.wait([work], timeout=left_s)
+                self._check_head(left_s)
+                await asyncio.wait([work], timeout=min(_LOOK_EVERY_S, left_s))
         except BaseException:
             unwanted.set()
             work.add_done_callback(_give_back_late)
@@ -114,6 +117,12 @@ class Cluster:
         for group in tuple(self._groups):
             group.give_back()
 
+    def _check_head(self, left_s: float) -> None:
+        """Raises PlacementError when it is known not to answer, or has no time left to."""
+        if self.head.trouble or left_s <= 0:
+            trouble = self.head.trouble or f"{self.head} does not answer"
+            raise PlacementError(f"{trouble}: no worker can be placed; try again when it is back")
+
     def _count_placing(self, change: int) -> None:
         with self._changed:
             self._num_placing += change
@@ -136,7 +145,8 @@ class Cluster:
 def joined(address: str, strategy: str, *, evicts: bool) -> Iterator[Cluster]:
     """The cluster whose head is at `address`; leaving ends all that is held of it, as does the end of this process.
 
-    With `evicts` the weights that killed workers left on their nodes are dropped then. Raises PlacementError.
+    With `evicts` the weights that killed workers left on their nodes are dropped then. A head that does not answer
+    holds up no end: the cluster `is_left` or not. Raises PlacementError.
     """
     _connect(address)
     cluster = Cluster(strategy)
@@ -146,6 +156,7 @@ def joined(address: str, strategy: str, *, evicts: bool) -> Iterator[Cluster]:
         leaving = threading.Thread(target=_leave, args=(cluster,), kwargs={"evicts": evicts}, daemon=True)
         leaving.start()
         leaving.join(_EVICT_TIMEOUT_S + 2 * _LEAVE_TIMEOUT_S)
+        cluster.is_left = not (leaving.is_alive() or cluster.head.trouble)
 
 
 def _leave(cluster: Cluster, *, evicts: bool) -> None:
@@ -154,8 +165,10 @@ def _leave(cluster: Cluster, *, evicts: bool) -> None:
     with suppress(RayError):  # Ray frees what it is not told of, when it misses this process.
         if evicts:
             cluster.evict()
-        cluster.give_back()
-    ray.shutdown()
+        if not cluster.head.trouble:
+            cluster.give_back()
+    if not cluster.head.trouble:  # It would be waited for without limit.
+        ray.shutdown()
 
 
 def _places(groups: Sequence[PlacedGroup], timeout_s: float, is_wanted: Callable[[], bool]) -> list[PlacedActor]:
@@ -189,7 +202,8 @@ def _give_back(placed: Sequence[PlacedActor]) -> list["asyncio.Future[None]"]:
 def _head() -> Head:
     """The head of the cluster that was joined."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    return Head(host.strip("[]"), int(port), ray_limit_s())
+    # Actors that have a name, of which we make none: the smallest answer that only the head can give.
+    return Head(host.strip("[]"), int(port), ray_limit_s(), list_named_actors)
 
 
 def _connect(address: str) -> None:

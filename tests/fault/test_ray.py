@@ -155,6 +155,26 @@ async def test_a_model_is_loaded_and_unloaded_while_another_serves(
         assert len(workers(cluster)) == 2
 
 
+async def test_a_head_that_hangs_for_a_while_is_told_of_once_and_ends_nothing(
+    model: Path, cluster: RayCluster, tmp_path: Path
+) -> None:
+    with serve(model, tmp_path, *flags(cluster, f"--admin-key={KEY}")) as server:
+        async with AsyncClient(server.target) as client:
+            expected = await undisturbed(client, JOBS)
+            streams = await follow(client)
+            with cluster.hanging_head():
+                told = f"the head of the Ray cluster at {cluster.address} does not answer (it takes connections but"
+                await until(lambda: told in server.output, 20)
+                await finished(streams, within_s=60)
+                assert_whole(streams, expected)
+                with AdminClient(server.target, key=KEY) as operator, pytest.raises(StepwireError) as refused:
+                    await asyncio.to_thread(operator.load_model, str(model), name="b", timeout=20)
+                assert told in refused.value.message
+            await until(lambda: f"{cluster.address} answers again" in server.output, 20)
+            assert server.output.count("does not answer (") == 1
+            assert server.model().state is ModelState.READY
+
+
 def test_a_cluster_without_room_is_refused_with_what_it_has(model: Path, cluster: RayCluster, tmp_path: Path) -> None:
     wish = flags(cluster, "--tp=1", "--replicas=3", "--worker-timeout=3", f"--log-dir={tmp_path}")
     done = run("serve", "--model", str(model), *wish)
@@ -200,7 +220,7 @@ async def test_without_its_head_streams_go_on_and_all_ends_in_order_before_ray_e
             cluster.lose_head()
             await finished(streams, within_s=60)
             assert_whole(streams, expected)
-            told = f"the head of the Ray cluster at {cluster.address} does not answer: streams go on"
+            told = f"the head of the Ray cluster at {cluster.address} does not answer (no connection"
             await until(lambda: told in server.output, 10)
             assert len((await client.complete("abc", max_tokens=5, ignore_eos=True)).token_ids) == 5
             os.kill(workers(cluster)[cluster.hosts[1]].pid, signal.SIGKILL)
@@ -212,6 +232,19 @@ async def test_without_its_head_streams_go_on_and_all_ends_in_order_before_ray_e
         assert await asyncio.to_thread(server.process.wait, 30) == 1
         assert f"{cluster.address} has not answered for" in server.output
         assert "start the cluster anew" in server.output
+
+
+@pytest.mark.full
+async def test_a_head_that_hangs_for_good_ends_all_in_order(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "20")
+    with ray_cluster(2) as cluster, serve(model, tmp_path, *flags(cluster, "--tp=2")) as server, cluster.hanging_head():
+        async with AsyncClient(server.target, resume_s=0) as client:
+            assert len((await client.complete("abc", max_tokens=5, ignore_eos=True)).token_ids) == 5
+        assert await asyncio.to_thread(server.process.wait, 60) == 1
+        assert f"{cluster.address} has not answered for" in server.output
+        assert "it hangs, or is stopped" in server.output
 
 
 @pytest.mark.full

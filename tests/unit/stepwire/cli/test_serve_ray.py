@@ -35,7 +35,7 @@ class FakeCluster:
         self.places = list(places)
         self.asked: list[Any] = []
         self.taken_back: list[Any] = []
-        self.head = Head("10.0.0.9", 6379, 60.0)
+        self.head = Head("10.0.0.9", 6379, 60.0, lambda: None)
 
     def place_all(self, wishes: Sequence[Any]) -> list[Any]:
         from stepwire.placement.group import PlacedActor

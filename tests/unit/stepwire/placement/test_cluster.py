@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from stepwire.placement import cluster as module
 from stepwire.placement import group as group_module
-from stepwire.placement.cluster import Cluster, _check_reachable
+from stepwire.placement.cluster import Cluster, _check_reachable, joined
 from stepwire.placement.group import RayWish
 from stepwire.placement.head import Head
 from stepwire.placement.place import Place, PlacementError
@@ -103,7 +103,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     monkeypatch.setattr(module, "placement_group", fake.placement_group)
     monkeypatch.setattr(group_module, "remove_placement_group", fake.remove_placement_group)
     monkeypatch.setattr(group_module, "_actor", FakeActor)
-    monkeypatch.setattr(module, "_head", lambda: Head("10.0.0.9", 6379, 60.0))
+    monkeypatch.setattr(module, "_head", lambda: Head("10.0.0.9", 6379, 60.0, lambda: None))
     return Rig(fake)
 
 
@@ -175,11 +175,42 @@ async def test_a_head_that_hangs_is_an_error_in_time_and_what_it_places_late_is_
     await until(lambda: len(rig.ray.groups) == 1 and rig.ray.held == [])
 
 
+async def test_a_head_that_is_known_not_to_answer_is_not_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
+    wish = RayWish(1, 1, {"CPU": 1}, timeout_s=600.0)
+    rig.ray.answers.clear()
+    waiting = asyncio.create_task(rig.cluster.place(wish))
+    await asyncio.sleep(0.05)
+    rig.cluster.head._trouble = "the head does not answer (it hangs)"
+    with pytest.raises(PlacementError, match=r"the head does not answer \(it hangs\): no worker can be placed"):
+        await asyncio.wait_for(waiting, 20)
+    rig.ray.answers.set()
+    await until(lambda: len(rig.ray.groups) == 1 and rig.ray.held == [])
+    with pytest.raises(PlacementError, match="no worker can be placed"):
+        await rig.cluster.place(wish)
+    assert len(rig.ray.groups) == 1, "it was asked all the same"
+
+
 async def test_the_end_gives_all_back(rig: Rig) -> None:
     await rig.cluster.place(ONE)
     rig.cluster.give_back()
     rig.cluster.give_back()
     assert (rig.ray.held, len(rig.ray.killed)) == ([], 1)
+
+
+@pytest.mark.parametrize("trouble", ["", "the head does not answer (it hangs)"])
+async def test_leaving_says_goodbye_to_a_head_that_answers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """Ray itself waits for the answer without limit, and crashes at the end of the process if it may not."""
+    done: list[str] = []
+    monkeypatch.setattr(module, "_connect", done.append)
+    monkeypatch.setattr(module.ray, "shutdown", lambda: done.append("shutdown"))
+    with joined("auto", "PACK", evicts=False) as cluster:
+        await cluster.place(ONE)
+        cluster.head._trouble = trouble
+    assert cluster.is_left == (not trouble)
+    assert (done, len(rig.ray.held)) == ((["auto"], 1) if trouble else (["auto", "shutdown"], 0))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999"])
