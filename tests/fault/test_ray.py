@@ -248,6 +248,26 @@ async def test_a_head_that_hangs_for_good_ends_all_in_order(
 
 
 @pytest.mark.full
+async def test_the_end_waits_for_no_load_that_waits_for_room(model: Path, cluster: RayCluster, tmp_path: Path) -> None:
+    with serve(model, tmp_path, *flags(cluster, "--tp=2", f"--admin-key={KEY}")) as server:
+
+        def load() -> None:
+            with AdminClient(server.target, key=KEY) as operator:
+                operator.load_model(str(model), name="b", settings={"worker_timeout": "600"})
+
+        loading = asyncio.create_task(asyncio.to_thread(load))
+        done, _ = await asyncio.wait([loading], timeout=4)
+        assert not done
+        server.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.process.wait, 30) == 0
+        with pytest.raises(StepwireError):
+            await loading
+        assert "Traceback" not in server.output
+    with serve(model, tmp_path / "other", *flags(cluster, "--tp=2")):
+        assert len(workers(cluster)) == 2
+
+
+@pytest.mark.full
 async def test_a_scheduler_that_finds_all_models_unloaded_serves_the_first_at_a_new_place(
     model: Path, cluster: RayCluster, tmp_path: Path
 ) -> None:
