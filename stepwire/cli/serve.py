@@ -1,7 +1,10 @@
 """What `stepwire serve` does: checks, plans the child processes, and supervises them."""
 
 import asyncio
+import atexit
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +20,7 @@ from stepwire.cli.errors import CommandError
 from stepwire.cli.health_check import wait_until_serving
 from stepwire.cli.serve_models import Fleet
 from stepwire.cli.serve_plan import LOOPBACK, by_model, check_models, located, plan
+from stepwire.cli.serve_ray import ray_placement
 from stepwire.cli.settings_options import Settings
 from stepwire.placement.head import Head
 from stepwire.supervisor.child import ChildSpec
@@ -45,12 +49,7 @@ def _serve_found(settings: Settings, found: Sequence[Mapping[str, object]], star
     check_free(scheduler.host, scheduler.port)
     check_models(scheduler.all_models, workers, are_here=supervisor.placement == "local")
     if supervisor.placement == "ray":
-        from stepwire.cli.serve_ray import workers_on_ray
-
-        with workers_on_ray(settings, found, scheduler, workers, supervisor) as (scheduler, specs, head):
-            for spec in specs:
-                _say(f"{spec.name} at {spec.address} logs to {spec.log_path}")
-            return _supervise(Fleet(settings, scheduler, supervisor, Path(), _say), scheduler, specs, started, head)
+        return _serve_on_ray(settings, found, started)
     fleet = Fleet(settings, scheduler, supervisor, _log_dir(supervisor), _say)
     here = [spec for each in by_model(scheduler.all_models, workers) for spec in fleet.worker_specs(*each)]
     try:
@@ -59,6 +58,29 @@ def _serve_found(settings: Settings, found: Sequence[Mapping[str, object]], star
         if any(worker.restart_store == "auto" for worker in workers):
             # A worker that was killed left its weights for the next, and there is none.
             evict_idle(default_folder())
+
+
+def _serve_on_ray(settings: Settings, found: Sequence[Mapping[str, object]], started: float) -> int:
+    asked, workers, supervisor = plan(settings, found)
+    status, on_ray = 1, None
+    try:
+        with ray_placement(supervisor, workers) as on_ray:
+            scheduler, specs = on_ray.place_first(settings, found, asked)
+            fleet = Fleet(settings, scheduler, supervisor, Path(), _say, on_ray)
+            fleet.hold_placed(specs)
+            status = _supervise(fleet, scheduler, specs, started, on_ray.head)
+        return status
+    finally:
+        if on_ray is not None and not on_ray.is_left:
+            # What Ray does itself at the end of a process waits for its head without limit, or crashes.
+            atexit.register(_end_at_once, status)
+
+
+def _end_at_once(status: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _supervise(

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scheduler_service.model_settings import ModelSettings
 from scheduler_service.settings import SchedulerSettings
@@ -16,6 +17,10 @@ from stepwire.placement.place import Place
 from stepwire.supervisor.child import ChildSpec
 from stepwire.supervisor.settings import SupervisorSettings
 from worker_service.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from stepwire.placement.cluster import Cluster
+    from stepwire.placement.group import PlacedActor, RayWish
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +46,95 @@ class _Ranks:
         return replace(spec, address=place.address, environment=_secrets(spec), group=self.model.name)
 
 
-@contextmanager
-def workers_on_ray(
-    settings: Settings,
-    found: Sequence[Mapping[str, object]],
-    asked: SchedulerSettings,
-    workers: Sequence[WorkerSettings],
-    supervisor: SupervisorSettings,
-) -> Iterator[tuple[SchedulerSettings, Sequence[ChildSpec], Head]]:
-    """A place for each worker, held until this is left: the scheduler's settings, how to start the workers, model by
-    model, and the cluster's head.
+class RayPlacement:
+    """How models' workers get places on the cluster that was joined, and are started there."""
 
-    `asked`, `workers` and `supervisor` are the settings of each process before there are places.
+    def __init__(self, cluster: "Cluster", log_dir: Path) -> None:
+        self._cluster = cluster
+        self._log_dir = log_dir
 
-    Raises CommandError without Ray, SettingsError, PlacementError where the cluster has no room.
-    """
-    try:
-        from stepwire.placement.ray import RayLauncher, RayWish, head, placed_on_ray
-    except ImportError as error:
-        raise CommandError(f"{error}: install Ray with `pip install 'stepwire[ray]'`") from error
-    wishes = [
-        RayWish(model.replicas, model.num_ranks, resources_of(entry), timeout_s=model.worker_timeout)
-        for entry, model in zip(settings.each_model, asked.all_models, strict=True)
-    ]
-    evicts = any(worker.restart_store == "auto" for worker in workers)
-    with placed_on_ray(supervisor.ray_address, supervisor.ray_strategy, wishes, evicts=evicts) as placed:
+    @property
+    def head(self) -> Head:
+        """The cluster's head."""
+        return self._cluster.head
+
+    @property
+    def is_left(self) -> bool:
+        """Whether Ray has let go of this process."""
+        return self._cluster.is_left
+
+    def place_first(
+        self, settings: Settings, found: Sequence[Mapping[str, object]], asked: SchedulerSettings
+    ) -> tuple[SchedulerSettings, list[ChildSpec]]:
+        """The scheduler's settings, and how to start the workers of the models that there are at first, model by
+        model; `asked` are the settings before there are places. Blocks.
+
+        Raises SettingsError, PlacementError where the cluster has no room.
+        """
+        wishes = [_wish(entry, model) for entry, model in zip(settings.each_model, asked.all_models, strict=True)]
+        placed = self._cluster.place_all(wishes)
         scheduler = plan(settings, found, places=[each.place for each in placed])[0]
         specs: list[ChildSpec] = []
         for entry, (model, own) in zip(settings.each_model, by_model(scheduler.all_models, placed), strict=True):
-            places, num_others = [each.place for each in own], len(placed) - len(own)
-            ranks = _Ranks(entry, model, scheduler, Path(supervisor.log_dir), places, len(specs), num_others)
-            for rank, each in enumerate(own):
-                launcher = RayLauncher(each, partial(ranks.spec_at, rank), settings_variables())
-                specs.append(replace(ranks.spec_at(rank, each.place), launcher=launcher))
-        yield scheduler, specs, head()
+            specs += self._specs(entry, model, scheduler, own, first=len(specs), num_others=len(placed) - len(own))
+        return scheduler, specs
+
+    async def place(
+        self, settings: Settings, model: ModelSettings, scheduler: SchedulerSettings, *, first: int, num_others: int
+    ) -> list[ChildSpec]:
+        """How to start the workers of one model more; whoever does not start them gives their launchers back.
+
+        Raises SettingsError; PlacementError where the cluster has no room within the model's `worker_timeout`.
+        """
+        placed = await self._cluster.place(_wish(settings, model))
+        try:
+            return self._specs(settings, model, scheduler, placed, first=first, num_others=num_others)
+        except BaseException:
+            await self._cluster.take_back(placed)
+            raise
+
+    def _specs(
+        self,
+        settings: Settings,
+        model: ModelSettings,
+        scheduler: SchedulerSettings,
+        placed: Sequence["PlacedActor"],
+        *,
+        first: int,
+        num_others: int,
+    ) -> list[ChildSpec]:
+        from stepwire.placement.ray import RayLauncher
+
+        places = [each.place for each in placed]
+        ranks = _Ranks(settings, model, scheduler, self._log_dir, places, first, num_others)
+        specs: list[ChildSpec] = []
+        for rank, each in enumerate(placed):
+            launcher = RayLauncher(each, partial(ranks.spec_at, rank), settings_variables())
+            specs.append(replace(ranks.spec_at(rank, each.place), launcher=launcher))
+        return specs
+
+
+@contextmanager
+def ray_placement(supervisor: SupervisorSettings, workers: Sequence[WorkerSettings]) -> Iterator[RayPlacement]:
+    """The cluster, joined until this is left, which gives all of it back. Raises CommandError without Ray,
+    PlacementError.
+
+    `workers` are the settings of those that there are at first.
+    """
+    try:
+        from stepwire.placement.cluster import joined
+    except ImportError as error:
+        raise CommandError(f"{error}: install Ray with `pip install 'stepwire[ray]'`") from error
+    evicts = any(worker.restart_store == "auto" for worker in workers)
+    with joined(supervisor.ray_address, supervisor.ray_strategy, evicts=evicts) as cluster:
+        yield RayPlacement(cluster, Path(supervisor.log_dir))
+
+
+def _wish(settings: Settings, model: ModelSettings) -> "RayWish":
+    """Raises SettingsError."""
+    from stepwire.placement.group import RayWish
+
+    return RayWish(model.replicas, model.num_ranks, resources_of(settings), timeout_s=model.worker_timeout)
 
 
 def resources_of(settings: Settings) -> dict[str, float]:

@@ -5,7 +5,8 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from stepwire.placement.apart import apart
 
 # Ray's own setting, of this process and of each node: so long they wait for a head that is gone, and end then.
 _RAY_LIMIT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
@@ -13,6 +14,8 @@ _RAY_LIMIT_S = 60.0
 # Parts of that time: one lost answer means nothing, and after the last part there is time to end in order.
 _TOLD_AFTER, _LOST_AFTER, _CUT_AFTER = 0.05, 0.65, 0.9
 _CONNECT_TIMEOUT_S = 2.0
+# A head that is busy answers within milliseconds to a second.
+_ANSWER_TIMEOUT_S = 2.0
 _EVERY_S = 1.0
 
 
@@ -24,54 +27,76 @@ def ray_limit_s() -> float:
         return _RAY_LIMIT_S
 
 
-@dataclass(frozen=True, slots=True)
 class Head:
-    """The head of a cluster, and after how many seconds without it Ray ends what belongs to the cluster."""
+    """The head of a cluster, and after how many seconds without it Ray ends what belongs to the cluster.
 
-    host: str
-    port: int
-    limit_s: float
+    `ask` has it answer something, and blocks until it does. The kernel takes connections for a process that hangs.
+    """
+
+    def __init__(self, host: str, port: int, limit_s: float, ask: Callable[[], object]) -> None:
+        self._address = f"{host}:{port}"
+        self._place = host, port
+        self._limit_s = limit_s
+        self._ask = ask
+        self._answer: asyncio.Future[object] | None = None
+        self._trouble = ""
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with it, as long as that has been told of; else empty."""
+        return self._trouble
 
     async def watch(self, report: Callable[[str], None], on_lost: Callable[[str, float], None]) -> None:
-        """Reports when it does not answer any more, and when it does again.
+        """Reports once when it does not answer any more, and why, and when it does again.
 
-        Returns when it was gone for too long: `on_lost` is told so, with the seconds that are left.
+        Returns when it did not for too long: `on_lost` is told so, with the seconds that are left.
         """
         gone_at: float | None = None
-        is_told = False
         while True:
-            if await self._answers():
-                if is_told:
+            asked_at = time.monotonic()
+            cause = await self._cause()
+            if not cause:
+                if self._trouble:
                     report(f"{self} answers again")
-                gone_at, is_told = None, False
+                gone_at, self._trouble = None, ""
             else:
-                now = time.monotonic()
-                gone_at = now if gone_at is None else gone_at
-                if now - gone_at >= _LOST_AFTER * self.limit_s:
+                gone_at = asked_at if gone_at is None else gone_at
+                gone_s = time.monotonic() - gone_at
+                if gone_s >= _LOST_AFTER * self._limit_s:
                     text = (
-                        f"{self} has not answered for {now - gone_at:.0f} s, and without it Ray ends the workers soon; "
-                        "start the cluster anew, and then this"
+                        f"{self} has not answered for {gone_s:.0f} s ({cause}), and what has no head for long is ended "
+                        "by Ray; start the cluster anew, and then this"
                     )
-                    on_lost(text, (_CUT_AFTER - _LOST_AFTER) * self.limit_s)
+                    on_lost(text, (_CUT_AFTER - _LOST_AFTER) * self._limit_s)
                     return
-                if now - gone_at >= _TOLD_AFTER * self.limit_s and not is_told:
-                    is_told = True
+                if gone_s >= _TOLD_AFTER * self._limit_s and not self._trouble:
+                    self._trouble = f"{self} does not answer ({cause})"
                     report(
-                        f"{self} does not answer: streams go on, but a worker that is lost now does not come back, and "
-                        f"all ends in {_LOST_AFTER * self.limit_s - now + gone_at:.0f} s unless the head is back"
+                        f"{self._trouble}: streams go on, but a worker that is lost now does not come back, and "
+                        f"all ends in {_LOST_AFTER * self._limit_s - gone_s:.0f} s unless the head is back"
                     )
             await asyncio.sleep(_EVERY_S)
 
     def __str__(self) -> str:
-        return f"the head of the Ray cluster at {self.host}:{self.port}"
+        return f"the head of the Ray cluster at {self._address}"
 
-    async def _answers(self) -> bool:
+    async def _cause(self) -> str:
+        """Why it is as good as gone; empty when it answers."""
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(self.host, self.port)
-        except OSError:  # TimeoutError is one
-            return False
+                _, writer = await asyncio.open_connection(*self._place)
+        except TimeoutError:
+            return "it takes no connection"
+        except OSError as error:
+            return f"no connection: {error.strerror or error}"
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-        return True
+        # One question at a time: each that hangs holds a thread.
+        if self._answer is None or self._answer.done():
+            self._answer = apart(self._ask)
+        await asyncio.wait([self._answer], timeout=_ANSWER_TIMEOUT_S)
+        if not self._answer.done():
+            return "it takes connections but answers nothing: it hangs, or is stopped"
+        failure = self._answer.exception()
+        return "" if failure is None else f"it answers with an error: {str(failure).partition(chr(10))[0][:200]}"

@@ -57,4 +57,6 @@ class Launcher(Protocol):
         """Starts no more: whoever waits for one gets an OSError."""
 
     async def give_back(self) -> None:
-        """Lets others have the machine, or the part of it, that it kept for its children, which have ended."""
+        """Lets others have the machine, or the part of it, that it kept for its children, which have ended.
+
+        Raises OSError when whoever it is given to does not answer."""

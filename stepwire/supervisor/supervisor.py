@@ -81,6 +81,7 @@ class Supervisor:
             if isinstance(failure, BaseException):
                 await self.end_workers([spec.address for spec in specs])
                 raise failure
+        self._tell_places(keepers)
 
     async def end_workers(self, addresses: Collection[str]) -> None:
         """Ends workers, and keeps them going no more. Unknown ones are none of its own."""
@@ -90,12 +91,19 @@ class Supervisor:
         running = [keeper for keeper in keepers if keeper.child is not None and keeper.child.status is None]
         await self._end(running, _WORKER_EXIT_S)
         await self._kill_all(keepers)
-        launchers = [keeper.spec.launcher for keeper in keepers if keeper.spec.launcher is not None]
-        await asyncio.gather(*(launcher.give_back() for launcher in launchers))
+        await asyncio.gather(*(self._give_back(keeper.spec) for keeper in keepers))
         self._workers = [keeper for keeper in self._workers if keeper not in keepers]
         self._leaving.difference_update(keepers)
         for keeper in keepers:
             self._tasks.pop(keeper, None)
+
+    async def _give_back(self, spec: ChildSpec) -> None:
+        if spec.launcher is not None:
+            try:
+                await spec.launcher.give_back()
+            except OSError as error:
+                # Whoever keeps it knows when this process ends, at the latest.
+                self._report(f"the place of {spec.name} cannot be given back: {error.strerror or error}")
 
     def change_scheduler(self, spec: ChildSpec) -> None:
         """Starts such a scheduler in place of the one that runs, once that ends."""

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from stepwire.client import AsyncClient, ModelState
+from stepwire.client import AsyncClient, ModelState, StepwireError
 from stepwire.client.admin import AdminClient
 from stepwire.supervisor.ports import free_port
-from tests.support.processes import run
+from tests.support.processes import run, wait_serving
 from tests.support.ray_cluster import RayCluster, ray_cluster
 from tests.support.stack import processes_of, serve, tiny_limits
 from tests.support.streams import FollowedStream, Job, assert_whole, finished, undisturbed, until
@@ -105,6 +105,76 @@ async def test_a_group_over_two_nodes_goes_on_when_a_node_loses_its_worker_or_it
     assert not workers(cluster)
 
 
+async def test_a_model_is_loaded_and_unloaded_while_another_serves(
+    model: Path, cluster: RayCluster, tmp_path: Path
+) -> None:
+    # Two places, on one machine with one memory.
+    share = ("--memory-fraction=0.3", f"--admin-key={KEY}")
+    with serve(model, tmp_path, *flags(cluster, "--served-model-name=a", *share)) as server:
+        (before,) = workers(cluster).values()
+        async with AsyncClient(server.target) as client:
+            expected = await undisturbed(client, JOBS)
+            streams = await follow(client)
+            with AdminClient(server.target, key=KEY) as operator:
+                await asyncio.to_thread(operator.load_model, str(model), name="b")
+                placed = workers(cluster)
+                assert len(placed) == 2 and before in placed.values()
+                loaded = [FollowedStream(client, job, model="b") for job in JOBS]
+                await asyncio.gather(*(stream.began.wait() for stream in loaded))
+                lost = next(host for host, worker in placed.items() if worker != before)
+                os.kill(placed[lost].pid, signal.SIGKILL)
+                await finished(loaded, within_s=120)
+                assert_whole(loaded, expected)
+
+                streams += await follow(client)
+                settings = {"worker_timeout": "2"}
+                with pytest.raises(StepwireError) as refused:
+                    await asyncio.to_thread(operator.load_model, str(model), name="c", settings=settings)
+                assert refused.value.reason == "DEVICE_UNAVAILABLE"
+                for part in (
+                    "no room for 1 workers with {'CPU': 1} each",
+                    "within 2 s",
+                    "2 nodes together: {'CPU': 0.0}",
+                ):
+                    assert part in refused.value.message
+                await asyncio.to_thread(operator.unload_model, "b")
+                await until(lambda: list(workers(cluster).values()) == [before])
+                # The place is free again, also for one whose start fails, and free after that.
+                broken = {"worker_timeout": "60", "num_kv_blocks": "100000000"}
+                with pytest.raises(StepwireError):
+                    await asyncio.to_thread(operator.load_model, str(model), name="c", settings=broken)
+                await until(lambda: list(workers(cluster).values()) == [before])
+                await asyncio.to_thread(operator.load_model, str(model), name="c")
+                assert len(workers(cluster)) == 2
+            await finished(streams, within_s=60)
+            assert_whole(streams, expected)
+        assert "Traceback" not in server.output
+    assert not workers(cluster)
+    # What was loaded has given its place back, too.
+    with serve(model, tmp_path / "other", *flags(cluster, "--tp=2")):
+        assert len(workers(cluster)) == 2
+
+
+async def test_a_head_that_hangs_for_a_while_is_told_of_once_and_ends_nothing(
+    model: Path, cluster: RayCluster, tmp_path: Path
+) -> None:
+    with serve(model, tmp_path, *flags(cluster, f"--admin-key={KEY}")) as server:
+        async with AsyncClient(server.target) as client:
+            expected = await undisturbed(client, JOBS)
+            streams = await follow(client)
+            with cluster.hanging_head():
+                told = f"the head of the Ray cluster at {cluster.address} does not answer (it takes connections but"
+                await until(lambda: told in server.output, 20)
+                await finished(streams, within_s=60)
+                assert_whole(streams, expected)
+                with AdminClient(server.target, key=KEY) as operator, pytest.raises(StepwireError) as refused:
+                    await asyncio.to_thread(operator.load_model, str(model), name="b", timeout=20)
+                assert told in refused.value.message
+            await until(lambda: f"{cluster.address} answers again" in server.output, 20)
+            assert server.output.count("does not answer (") == 1
+            assert server.model().state is ModelState.READY
+
+
 def test_a_cluster_without_room_is_refused_with_what_it_has(model: Path, cluster: RayCluster, tmp_path: Path) -> None:
     wish = flags(cluster, "--tp=1", "--replicas=3", "--worker-timeout=3", f"--log-dir={tmp_path}")
     done = run("serve", "--model", str(model), *wish)
@@ -150,7 +220,7 @@ async def test_without_its_head_streams_go_on_and_all_ends_in_order_before_ray_e
             cluster.lose_head()
             await finished(streams, within_s=60)
             assert_whole(streams, expected)
-            told = f"the head of the Ray cluster at {cluster.address} does not answer: streams go on"
+            told = f"the head of the Ray cluster at {cluster.address} does not answer (no connection"
             await until(lambda: told in server.output, 10)
             assert len((await client.complete("abc", max_tokens=5, ignore_eos=True)).token_ids) == 5
             os.kill(workers(cluster)[cluster.hosts[1]].pid, signal.SIGKILL)
@@ -162,6 +232,55 @@ async def test_without_its_head_streams_go_on_and_all_ends_in_order_before_ray_e
         assert await asyncio.to_thread(server.process.wait, 30) == 1
         assert f"{cluster.address} has not answered for" in server.output
         assert "start the cluster anew" in server.output
+
+
+@pytest.mark.full
+async def test_a_head_that_hangs_for_good_ends_all_in_order(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "20")
+    with ray_cluster(2) as cluster, serve(model, tmp_path, *flags(cluster, "--tp=2")) as server, cluster.hanging_head():
+        async with AsyncClient(server.target, resume_s=0) as client:
+            assert len((await client.complete("abc", max_tokens=5, ignore_eos=True)).token_ids) == 5
+        assert await asyncio.to_thread(server.process.wait, 60) == 1
+        assert f"{cluster.address} has not answered for" in server.output
+        assert "it hangs, or is stopped" in server.output
+
+
+@pytest.mark.full
+async def test_the_end_waits_for_no_load_that_waits_for_room(model: Path, cluster: RayCluster, tmp_path: Path) -> None:
+    with serve(model, tmp_path, *flags(cluster, "--tp=2", f"--admin-key={KEY}")) as server:
+
+        def load() -> None:
+            with AdminClient(server.target, key=KEY) as operator:
+                operator.load_model(str(model), name="b", settings={"worker_timeout": "600"})
+
+        loading = asyncio.create_task(asyncio.to_thread(load))
+        done, _ = await asyncio.wait([loading], timeout=4)
+        assert not done
+        server.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.process.wait, 30) == 0
+        with pytest.raises(StepwireError):
+            await loading
+        assert "Traceback" not in server.output
+    with serve(model, tmp_path / "other", *flags(cluster, "--tp=2")):
+        assert len(workers(cluster)) == 2
+
+
+@pytest.mark.full
+async def test_a_scheduler_that_finds_all_models_unloaded_serves_the_first_at_a_new_place(
+    model: Path, cluster: RayCluster, tmp_path: Path
+) -> None:
+    with serve(model, tmp_path, *flags(cluster, f"--admin-key={KEY}")) as server:
+        with AdminClient(server.target, key=KEY) as operator:
+            operator.unload_model(model.name)
+        await until(lambda: not workers(cluster))
+        (pid,) = [pid for pid, line in processes_of(server.mark).items() if " scheduler " in line]
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(workers(cluster)) == 1, 60)
+        await asyncio.to_thread(wait_serving, server.target, server.process, server.log_path)
+        async with AsyncClient(server.target) as client:
+            assert len((await client.complete("abc", max_tokens=5, ignore_eos=True)).token_ids) == 5
 
 
 @pytest.mark.full

@@ -68,8 +68,21 @@ class RayCluster:
         # It would end the node with the first of its processes that ends.
         os.kill(head.pid, signal.SIGSTOP)
         self._stack.callback(os.kill, head.pid, signal.SIGCONT)
+        os.kill(self._head_process(), signal.SIGKILL)
+
+    @contextmanager
+    def hanging_head(self) -> Iterator[None]:
+        """What makes the first node the head does nothing, and its port is open all the same."""
+        server = self._head_process()
+        os.kill(server, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(server, signal.SIGCONT)
+
+    def _head_process(self) -> int:
         (server,) = [pid for pid, line in processes_of(self.mark).items() if line.split(" ")[0].endswith("/gcs_server")]
-        os.kill(server, signal.SIGKILL)
+        return server
 
     def _end_node(self, host: str) -> None:
         node = self._nodes[host]

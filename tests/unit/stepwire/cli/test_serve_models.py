@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from scheduler_service.model_settings import ModelSettings
+from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.serve_models import Fleet
 from stepwire.cli.serve_plan import plan
 from stepwire.cli.settings_groups import SERVE
-from stepwire.cli.settings_options import gather
+from stepwire.cli.settings_options import Settings, gather
+from stepwire.placement.place import PlacementError
 from stepwire.supervisor.child import ChildSpec
 from stepwire.supervisor.line import Record
 from tests.support.tiny_checkpoint import make_tiny_llama
@@ -45,19 +47,48 @@ class FakeSupervisor:
         self.heard.set()
 
 
+class FakePlacement:
+    """Places of workers on a cluster, as long as there are any."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, int]] = []
+        self.num_free = 9
+
+    async def place(
+        self, settings: Settings, model: ModelSettings, scheduler: SchedulerSettings, *, first: int, num_others: int
+    ) -> list[ChildSpec]:
+        self.asked.append((model.name, first, num_others))
+        self.num_free -= len(model.workers)
+        if self.num_free < 0:
+            raise PlacementError("the Ray cluster has no room; add nodes")
+        return self.specs(model, first, f"10.0.0.{len(self.asked)}")
+
+    @staticmethod
+    def specs(model: ModelSettings, first: int, host: str) -> list[ChildSpec]:
+        launcher: Any = object()
+        return [
+            ChildSpec(f"worker {n}", (), {}, Path(f"{n}.log"), f"{host}:{n}", launcher=launcher, group=model.name)
+            for n in range(first, first + len(model.workers))
+        ]
+
+
 class Rig:
     """A fleet that serves one model, "a", and what becomes of what it is told."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_ray: FakePlacement | None = None) -> None:
         self.folder = folder
         settings = gather(SERVE, {"model": str(folder / "a"), "max_num_seqs": "7", "memory_fraction": "0.5"}, {}, None)
         scheduler, workers, supervisor = plan(settings)
         self.lines: list[str] = []
         self.scheduler = scheduler
         self.supervisor = FakeSupervisor()
-        self.fleet = Fleet(settings, scheduler, supervisor, folder / "logs", self.lines.append)
+        self.fleet = Fleet(settings, scheduler, supervisor, folder / "logs", self.lines.append, on_ray)  # type: ignore[arg-type]
         self.fleet.supervisor = self.supervisor  # type: ignore[assignment]
-        self.first = self.fleet.worker_specs(scheduler, workers)
+        if on_ray is None:
+            self.first = self.fleet.worker_specs(scheduler, workers)
+        else:
+            self.first = on_ray.specs(scheduler, 0, "10.0.0.0")
+            self.fleet.hold_placed(self.first)
 
     async def tell(self, record: Record | None) -> None:
         self.supervisor.heard.clear()
@@ -185,3 +216,55 @@ async def test_a_scheduler_with_no_model_to_serve_serves_what_there_was_at_first
     rig.supervisor.added.clear()
     await rig.tell(None)
     assert rig.supervisor.added == []
+
+
+async def test_on_a_cluster_one_model_more_is_placed_and_its_shares_are_the_nodes(folder: Path) -> None:
+    on_ray = FakePlacement()
+    rig = Rig(folder, on_ray)
+    assert rig.lines == ["worker 0 at 10.0.0.0:0 logs to 0.log"]
+    # More than there is here beside the first.
+    answer = await rig.load("b", tp="2", memory_fraction="0.9")
+    assert answer["model"]["workers"] == ["10.0.0.1:1", "10.0.0.1:2"]
+    assert [(spec.address, spec.group) for spec in rig.supervisor.added] == [("10.0.0.1:1", "b"), ("10.0.0.1:2", "b")]
+    assert on_ray.asked == [("b", 1, 1)]
+    assert rig.lines[-1] == "worker 2 of b at 10.0.0.1:2 logs to 2.log"
+    await rig.tell({"end_workers": ["10.0.0.1:1", "10.0.0.1:2"]})
+    await rig.load("b")
+    assert on_ray.asked[-1] == ("b", 3, 1)
+
+
+async def test_on_a_cluster_what_cannot_be_is_refused_before_it_is_asked(folder: Path) -> None:
+    on_ray = FakePlacement()
+    rig = Rig(folder, on_ray)
+    assert (await rig.load("none"))["reason"] == "CHECKPOINT_NOT_FOUND"
+    assert (await rig.load("b", tp="3"))["reason"] == "FIELD_INVALID"
+    assert on_ray.asked == []
+
+
+async def test_a_cluster_without_room_is_an_error_of_the_load_alone(folder: Path) -> None:
+    on_ray = FakePlacement()
+    rig = Rig(folder, on_ray)
+    on_ray.num_free = 0
+    answer = await rig.load("b")
+    assert (answer["reason"], answer["error"]) == ("DEVICE_UNAVAILABLE", "the Ray cluster has no room; add nodes")
+    assert (rig.supervisor.added, rig.supervisor.ended) == ([], [])
+    on_ray.num_free = 1
+    assert "model" in await rig.load("b")
+
+
+async def test_on_a_cluster_the_first_models_are_placed_anew_under_the_addresses_that_are_known(folder: Path) -> None:
+    on_ray = FakePlacement()
+    rig = Rig(folder, on_ray)
+    names = list(rig.scheduler.workers)
+    await rig.tell({"end_workers": names})
+    rig.fleet.take({"models": []})
+    await rig.tell(None)
+    await asyncio.sleep(0)
+    assert [(spec.address, spec.name) for spec in rig.supervisor.added] == [(names[0], "worker 1")]
+    assert on_ray.asked == [("a", 1, 0)]
+    await rig.tell({"end_workers": names})
+    rig.fleet.take({"models": []})
+    on_ray.num_free = 0
+    await rig.tell(None)
+    await asyncio.sleep(0)
+    assert rig.lines[-1] == "workers cannot be placed: the Ray cluster has no room; add nodes"

@@ -1,8 +1,8 @@
 """The workers of a rank, one after the other, each in an incarnation of its own. A fake stands for the actor."""
 
 import asyncio
-import logging
 import signal
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,11 +10,13 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (requirements/ray.txt)")
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError  # noqa: E402
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError  # noqa: E402
 
-from stepwire.placement.place import Place, PlacementError  # noqa: E402
+from stepwire.placement import ray as module  # noqa: E402
+from stepwire.placement.group import PlacedActor, PlacedGroup  # noqa: E402
+from stepwire.placement.place import Place  # noqa: E402
 from stepwire.placement.rank_actor import Launch  # noqa: E402
-from stepwire.placement.ray import PlacedActor, PlacedGroup, RayLauncher, _check_reachable  # noqa: E402
+from stepwire.placement.ray import RayLauncher  # noqa: E402
 from stepwire.supervisor.child import ChildSpec  # noqa: E402
 
 
@@ -77,7 +79,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
 
 @pytest.fixture
 def launcher(actor: Actor) -> RayLauncher:
-    return launcher_of(actor, PlacedGroup("group", 1))
+    return launcher_of(actor, PlacedGroup("group"))
 
 
 def launcher_of(actor: Actor, group: PlacedGroup) -> RayLauncher:
@@ -144,11 +146,20 @@ async def test_an_actor_that_is_gone_for_good_is_an_error(actor: Actor, launcher
         await launcher.start(spec_at(Place("10.0.0.1", 7)), is_first=False)
 
 
-async def test_what_was_kept_for_a_group_is_given_back_with_its_last_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_is_known_by_another_address_listens_at_its_own(
+    actor: Actor, launcher: RayLauncher
+) -> None:
+    process = await launcher.start(spec_at(Place("10.0.0.7", 1)), is_first=True)
+    assert actor.launches[0].arguments[-1] == "--host=10.0.0.1"
+    assert process.spec.address == "10.0.0.1:7"
+
+
+async def test_giving_back_ends_the_actor_and_with_the_last_one_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[object] = []
     monkeypatch.setattr(ray, "kill", lambda killed, no_restart: ended.append((killed, no_restart)))
-    monkeypatch.setattr("stepwire.placement.ray.remove_placement_group", ended.append)
-    group, actors = PlacedGroup("group", 2), [Actor(), Actor()]
+    monkeypatch.setattr("stepwire.placement.group.remove_placement_group", ended.append)
+    group, actors = PlacedGroup("group"), [Actor(), Actor()]
+    group.actors += actors
     first, second = (launcher_of(actor, group) for actor in actors)
     await first.give_back()
     assert ended == [(actors[0], True)]
@@ -156,12 +167,21 @@ async def test_what_was_kept_for_a_group_is_given_back_with_its_last_actor(monke
     assert ended[1:] == [(actors[1], True), "group"]
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999"])
-def test_a_head_that_does_not_answer_is_named_with_a_remedy(address: str) -> None:
-    with pytest.raises(PlacementError, match=f"no Ray cluster answers at {address} .*--ray-address"):
-        _check_reachable(address)
+async def test_giving_back_to_a_head_that_hangs_or_is_gone_is_an_error_in_time(
+    actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GIVE_BACK_TIMEOUT_S", 0.05)
+    group, go_on = PlacedGroup("group"), threading.Event()
+    group.actors.append(actor)
+    monkeypatch.setattr(ray, "kill", lambda killed, no_restart: go_on.wait())
+    monkeypatch.setattr("stepwire.placement.group.remove_placement_group", lambda group: None)
+    with pytest.raises(OSError, match=r"did not take it back within 0\.05 s"):
+        await launcher_of(actor, group).give_back()
+    go_on.set()
 
+    def fail(killed: object, no_restart: object) -> None:
+        raise RayError("no head")
 
-def test_what_this_process_logs_has_no_field_of_rays() -> None:
-    given = "name", logging.INFO, "file", 1, "message", (), None
-    assert vars(logging.getLogger().makeRecord(*given)).keys() == vars(logging.LogRecord(*given)).keys()
+    monkeypatch.setattr(ray, "kill", fail)
+    with pytest.raises(OSError, match="no head"):
+        await launcher_of(actor, group).give_back()

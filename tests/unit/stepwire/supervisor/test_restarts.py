@@ -49,6 +49,7 @@ class Elsewhere:
         self.num_started = 0
         self.num_given_back = 0
         self.has_room = True
+        self.takes_back = True
         self._settled = asyncio.Event()
 
     async def start(self, spec: ChildSpec, *, is_first: bool) -> Child:
@@ -62,6 +63,8 @@ class Elsewhere:
         self._settled.set()
 
     async def give_back(self) -> None:
+        if not self.takes_back:
+            raise OSError(0, "nobody answers")
         self.num_given_back += 1
 
 
@@ -186,6 +189,26 @@ async def test_a_place_is_given_back_with_the_worker_for_which_it_was(tmp_path: 
     await stack.ready()
     await stack.supervisor.end_workers([ADDRESS])
     assert launcher.num_given_back == 1
+    assert await stack.stop() == 0
+
+
+async def test_a_place_that_nobody_takes_back_is_told_and_held_no_more(tmp_path: Path) -> None:
+    launcher = Elsewhere()
+    stack = Stack(tmp_path, launcher=launcher)
+    await stack.ready()
+    launcher.takes_back = False
+    await stack.supervisor.end_workers([ADDRESS])
+    assert stack.lines[-1] == "the place of worker cannot be given back: nobody answers"
+    assert await stack.stop() == 0
+    assert not any("did not end" in line for line in stack.lines)
+
+
+async def test_the_scheduler_is_told_where_a_worker_is_that_it_knows_by_another_address(tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    await stack.ready()
+    await stack.supervisor.add_workers([replace(stack.other(), launcher=Elsewhere())])
+    told = '{"worker": "127.0.0.1:9", "is_at": "127.0.0.1:1"}'
+    await until(lambda: any(note.startswith(told) for note in stack.notes("scheduler")))
     assert await stack.stop() == 0
 
 
