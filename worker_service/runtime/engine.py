@@ -41,8 +41,11 @@ class Engine(Protocol):
         """Takes the tensors of `loader.layout.weight_slices` out of `tensors`, and answers contiguous ones by name."""
         ...
 
-    def attach(self, packed: Mapping[str, torch.Tensor]) -> int:
-        """Computes with these from now on, which may be mapped read-only; answers the bytes that it holds."""
+    def attach(self, packed: dict[str, torch.Tensor]) -> int:
+        """Computes with these from now on, which may be mapped read-only; answers the bytes that it holds.
+
+        May take them out of `packed`, so that what is laid out anew is not held twice.
+        """
         ...
 
     def executor(self, num_blocks: int, block_size: int, max_model_len: int) -> Executor:
@@ -112,9 +115,9 @@ class TorchEngine:
         tensors.clear()
         return packed
 
-    def attach(self, packed: Mapping[str, torch.Tensor]) -> int:
+    def attach(self, packed: dict[str, torch.Tensor]) -> int:
         """See Engine."""
-        return self._model.place_weights(dict(packed))
+        return self._model.place_weights(packed)
 
     def executor(self, num_blocks: int, block_size: int, max_model_len: int) -> Executor:
         """See Engine."""
