@@ -7,149 +7,43 @@ sizes are small. Each check stands alone; the last line is a JSON summary. Exits
 minutes: what has not begun after 7 is left out.
 """
 
-# ruff: noqa: E402 - what is imported may come from wheels
-
-import dataclasses
 import json
 import statistics
 import sys
-import tempfile
 import time
 import traceback
-import zipfile
-from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-if list(ROOT.glob(".wheels/*.whl")):
-    _unpacked = tempfile.mkdtemp()
-    for _wheel in ROOT.glob(".wheels/*.whl"):
-        zipfile.ZipFile(_wheel).extractall(_unpacked)
-    sys.path.append(_unpacked)
-
 import torch
+from gpu_models import (
+    BLOCK_SIZE,
+    CPU,
+    DEVICE,
+    LARGE,
+    ON_CUDA,
+    SMALL,
+    bandwidth,
+    compute,
+    greedy_tokens,
+    median_seconds,
+    seconds,
+    serve,
+    share_equal,
+    with_prompts,
+)
+from gpu_products import check_products, check_quantised_models
 
-from loader.config import ModelConfig, RopeConfig
-from loader.layout import weight_slices
-from loader.shares import RankPlace
+from loader.config import ModelConfig
 from worker_service.kernels.kv_rounding import KV_DTYPES
 from worker_service.kernels.paged.choose import TOLERANCES, Trial, largest_error, paged_kernel
 from worker_service.kernels.paged.problem import PagedBatch, PagedKernel, Pages, Rule
 from worker_service.kernels.paged.reference import ReferenceKernel
 from worker_service.models.scores import Scores
 from worker_service.runtime.dummy import decode_step, num_blocks_of, prefill_step
-from worker_service.runtime.engine import TorchEngine
-from worker_service.runtime.executor import Executor
-from worker_service.runtime.runner import ModelRunner
-from worker_service.runtime.step import Sampling, StepInput
+from worker_service.runtime.step import Sampling
 
-ON_CUDA = torch.cuda.is_available()
-CPU, DEVICE = torch.device("cpu"), torch.device("cuda" if ON_CUDA else "cpu")
-BLOCK_SIZE = 16
 BEGIN_UNTIL_S = 420.0
-SMALL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    family="llama",
-    vocab_size=4096,
-    hidden_size=256,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=32,
-    intermediate_size=512,
-    max_position_count=4096,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(10_000.0, None, {}),
-    tie_word_embeddings=False,
-    qkv_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    hidden_act="silu",
-    dtype="float32",
-    bos_token_id=None,
-    eos_token_ids=(),
-)
-# The shape of Llama 3.1 8B, with half of its layers.
-LARGE = dataclasses.replace(
-    SMALL,
-    vocab_size=128_256,
-    hidden_size=4096,
-    num_layers=16,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14_336,
-    max_position_count=131_072,
-)
-LENGTHS = [1, 5, 16, 17, 130, 300]
-
-
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """A model with random weights, ready for steps."""
-
-    runner: ModelRunner
-    executor: Executor
-    weight_bytes: int
-    driver_bytes: int
-    prepare_seconds: float
-
-
-def serve(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    num_blocks: int,
-    max_model_len: int,
-    stored: torch.dtype | None = None,
-    records: bool = True,
-) -> Served:
-    """Weights are the same on every device, where the model is small."""
-    draws_on = device if config is LARGE else CPU
-    generator = torch.Generator(draws_on).manual_seed(0)
-
-    def draw(shape: Sequence[int]) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator, device=draws_on, dtype=torch.float32)
-        return (values * (1.0 if len(shape) == 1 else 0.05)).to(device, dtype)
-
-    engine = TorchEngine(config, RankPlace(), dtype, device, stored=stored, records=records)
-    weight_bytes = engine.attach(
-        {item.name: draw(item.shape) for item in weight_slices(config, RankPlace())},
-    )
-    executor = engine.executor(num_blocks, BLOCK_SIZE, max_model_len)
-    began = time.perf_counter()
-    driver_bytes = executor.prepare_decodes(64)
-    return Served(
-        ModelRunner(executor, max_model_len=max_model_len),
-        executor,
-        weight_bytes,
-        driver_bytes,
-        time.perf_counter() - began,
-    )
-
-
-def greedy_tokens(device: torch.device, num_decodes: int = 24, **how: Any) -> list[int]:
-    """What the small model continues prompts with, in float32."""
-    num_blocks = num_blocks_of(LENGTHS, BLOCK_SIZE, num_decodes)
-    served = serve(SMALL, torch.float32, device, num_blocks=num_blocks, max_model_len=1024, **how)
-    steps = [_with_prompts(prefill_step(LENGTHS, BLOCK_SIZE, Sampling(), num_decodes))]
-    steps += [decode_step(LENGTHS, number) for number in range(num_decodes - 1)]
-    return [token for step in steps for token in served.runner.execute(step).token_ids]
-
-
-def _with_prompts(step: StepInput) -> StepInput:
-    """The step with prompts that differ."""
-    new = [
-        dataclasses.replace(
-            one, token_ids=[(7 * one.sequence_id + 31 * i) % SMALL.vocab_size for i in range(len(one.token_ids))]
-        )
-        for one in step.new_sequences
-    ]
-    return dataclasses.replace(step, new_sequences=new)
 
 
 def check_tokens() -> dict[str, Any]:
@@ -207,15 +101,11 @@ def check_rounded_caches() -> dict[str, Any]:
     whole, found = greedy_tokens(CPU), {}
     for name, stored in KV_DTYPES.items():
         expected, got = (greedy_tokens(device, stored=stored) for device in (CPU, DEVICE))
-        same = _share_equal(expected, got)
-        found[name] = {"as on the CPU": same, "as with a whole cache": _share_equal(whole, got)}
+        same = share_equal(expected, got)
+        found[name] = {"as on the CPU": same, "as with a whole cache": share_equal(whole, got)}
         # A value near the middle of two codes may be rounded to either, and what follows may differ then.
         assert same >= 0.8, found
     return found
-
-
-def _share_equal(a: list[int], b: list[int]) -> float:
-    return round(sum(x == y for x, y in zip(a, b, strict=True)) / len(a), 3)
 
 
 def check_graphs() -> dict[str, Any]:
@@ -227,11 +117,11 @@ def check_graphs() -> dict[str, Any]:
         served = serve(config, dtype, DEVICE, num_blocks=num_blocks, max_model_len=512, records=records)
         if records:
             found = {"prepare_seconds": served.prepare_seconds, "driver_bytes": served.driver_bytes}
-        steps = [_with_prompts(prefill_step(lengths, BLOCK_SIZE, Sampling(), 16))]
+        steps = [with_prompts(prefill_step(lengths, BLOCK_SIZE, Sampling(), 16))]
         steps += [decode_step(lengths, number) for number in range(15)]
         tokens[records] = [token for step in steps for token in served.runner.execute(step).token_ids]
         del served
-    found["same"] = _share_equal(tokens[False], tokens[True])
+    found["same"] = share_equal(tokens[False], tokens[True])
     assert found["same"] >= 0.95, found
     return found
 
@@ -256,12 +146,12 @@ def _measured(
     num_blocks = num_blocks_of(lengths, BLOCK_SIZE, num_decodes)
     served = serve(config, dtype, DEVICE, num_blocks=num_blocks, max_model_len=length + 64, **how)
     runner = served.runner
-    seconds = []
+    prefills = []
     for _ in range(2):  # the first compiles
         runner.drop_sequences()
-        seconds.append(_seconds(partial(runner.execute, prefill_step(lengths, BLOCK_SIZE, Sampling(), num_decodes))))
-    decodes = [_seconds(partial(runner.execute, decode_step(lengths, number))) for number in range(num_decodes - 1)]
-    prefill, decode = seconds[1], statistics.median(decodes)
+        prefills.append(seconds(partial(runner.execute, prefill_step(lengths, BLOCK_SIZE, Sampling(), num_decodes))))
+    decodes = [seconds(partial(runner.execute, decode_step(lengths, number))) for number in range(num_decodes - 1)]
+    prefill, decode = prefills[1], statistics.median(decodes)
     # Of the embedding a few rows are read; the head is computed for the last token of a prompt alone.
     table_bytes = config.vocab_size * config.hidden_size * dtype.itemsize
     flops = 2 * (served.weight_bytes - 2 * table_bytes) / dtype.itemsize * batch * length / prefill
@@ -308,33 +198,6 @@ def _decode_problem(
     return kernel, query, pages, PagedBatch(starts, lengths, tables, 1, length)
 
 
-def bandwidth() -> float:
-    """Bytes read a second by a plain sum."""
-    num_bytes = 4 << 30 if ON_CUDA else 64 << 20
-    data = torch.ones(num_bytes // 4, device=DEVICE)
-    return num_bytes / median_seconds(data.sum)
-
-
-def compute(dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a square matrix product."""
-    size = 8192 if ON_CUDA else 512
-    a, b = (torch.randn(size, size, device=DEVICE).to(dtype) for _ in range(2))
-    return 2 * size**3 / median_seconds(lambda: a @ b)
-
-
-def median_seconds(work: Callable[[], object], rounds: int = 7) -> float:
-    """The median time of a call, the device's work included."""
-    return statistics.median([_seconds(work) for _ in range(rounds)][1:])
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    if ON_CUDA:
-        torch.cuda.synchronize(DEVICE)
-    return time.perf_counter() - began
-
-
 def main() -> int:
     """Runs all checks."""
     began = time.monotonic()
@@ -347,6 +210,8 @@ def main() -> int:
         check_tokens,
         check_rounded_caches,
         check_graphs,
+        check_products,
+        check_quantised_models,
         check_attention_speed,
         check_speed,
     ):

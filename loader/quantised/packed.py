@@ -54,6 +54,11 @@ class GroupedInts:
         """Outputs and inputs."""
         return self.words.shape[0], self.num_inputs
 
+    @property
+    def num_groups(self) -> int:
+        """Of a row."""
+        return (self.scales if self.factors is None else self.factors).shape[1]
+
     def dequantise(self, start: int = 0, stop: int | None = None) -> Tensor:
         """The rows [start, stop) as float32 [rows, in]."""
         values = unpack_rows(self.words[start:stop], self.bits, self.num_inputs).float()
@@ -63,6 +68,11 @@ class GroupedInts:
         if self.zeros is None:
             return values.sub_(float(1 << (self.bits - 1))).mul_(scales)
         return values.sub_(self._by_input(self.zeros[start:stop].float())).mul_(scales)
+
+    def by_group(self) -> tuple[Tensor, Tensor | None]:
+        """Scales, and minima where there are any, of all groups, float32 [out, groups]."""
+        minima = None if self.minima is None else _by_group(self.minima, self.minimum_factors, 0, None)
+        return _by_group(self.scales, self.factors, 0, None), minima
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Chosen rows, int64 [n], as float32 [n, in]."""

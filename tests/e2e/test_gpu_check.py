@@ -17,5 +17,6 @@ def test_the_dry_run_compares_and_measures() -> None:
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     checks = summary["checks"]
-    assert checks.keys() == {"kernels", "tokens", "rounded_caches", "graphs", "attention_speed", "speed"}
+    products = {"products", "quantised_models"}
+    assert checks.keys() == {"kernels", "tokens", "rounded_caches", "graphs", "attention_speed", "speed"} | products
     assert summary["ok"] and all(check["ok"] and check["found"] for check in checks.values())

@@ -1,6 +1,7 @@
 """Matrix products with a weight that is kept quantised: it is made whole a few rows at a time, never all of it."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,23 @@ _GPU_TILE_VALUES = 1 << 26
 _INT8_MAX = 127.0
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
+MakePacked = Callable[[Packed, Tensor | None], LinearKernel]
+"""Makes the product with one quantised weight, and a bias."""
+
+
+class MakeLinear(Protocol):
+    """Makes products of one input, one result after the other: x -> [rows, out of all weights]."""
+
+    def __call__(
+        self, weights: Sequence[Tensor | Packed], biases: Sequence[Tensor | None], *, is_shared: bool = False
+    ) -> LinearKernel:
+        """A weight that is shared is needed elsewhere as it is, so that a copy would hold it twice.
+
+        Weights that are not quantised are computed as one where there are no others, and then either all have a bias
+        or none has.
+        """
+        ...
+
 
 def make_quantised_linear(weight: Packed, bias: Tensor | None = None) -> LinearKernel:
     """A function x -> x @ weight.T + bias, for a quantised weight [out, in].
@@ -23,9 +41,8 @@ def make_quantised_linear(weight: Packed, bias: Tensor | None = None) -> LinearK
     Weights alone: they are multiplied in the type of x. Where the format also rounds x, the product is computed in
     float32, as the sum of the products of rounded values times both scales.
     """
-    num_outputs, num_inputs = weight.shape
-    tile_values = _TILE_VALUES if weight.scales.device.type == "cpu" else _GPU_TILE_VALUES
-    rows = max(1, tile_values // num_inputs)
+    num_outputs = weight.shape[0]
+    rows = tile_rows(weight)
     round_input = _rounding(weight)
 
     def linear(x: Tensor) -> Tensor:
@@ -41,17 +58,26 @@ def make_quantised_linear(weight: Packed, bias: Tensor | None = None) -> LinearK
     return linear
 
 
-def make_joined_linear(weights: Sequence[Tensor | Packed], biases: Sequence[Tensor | None]) -> LinearKernel:
-    """Products of one input, one result after the other: x -> [rows, out of all weights].
+def tile_rows(weight: Packed) -> int:
+    """Rows of a weight that are made whole at once where it lies."""
+    tile_values = _TILE_VALUES if weight.scales.device.type == "cpu" else _GPU_TILE_VALUES
+    return max(1, tile_values // weight.shape[1])
 
-    Weights that are not quantised are computed as one, and then either all have a bias or none has.
-    """
+
+def make_joined_linear(
+    weights: Sequence[Tensor | Packed],
+    biases: Sequence[Tensor | None],
+    *,
+    is_shared: bool = False,  # noqa: ARG001 - nothing is copied
+    make_packed: MakePacked = make_quantised_linear,
+) -> LinearKernel:
+    """See MakeLinear; `make_packed` makes the products with quantised weights."""
     plain = [weight for weight in weights if isinstance(weight, Tensor)]
     if len(plain) == len(weights):
         present = [bias for bias in biases if bias is not None]
         return make_linear(_joined(plain), _joined(present) if present else None)
     kernels = [
-        make_linear(weight, bias) if isinstance(weight, Tensor) else make_quantised_linear(weight, bias)
+        make_linear(weight, bias) if isinstance(weight, Tensor) else make_packed(weight, bias)
         for weight, bias in zip(weights, biases, strict=True)
     ]
     if len(kernels) == 1:
@@ -68,7 +94,14 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def rounded_input(x: Tensor, activation: Activation, input_scale: Tensor | None, first: int = 0) -> Tensor:
-    """float32 [rows, in] -> the same, rounded as the format says, in float32.
+    """float32 [rows, in] -> the same, rounded as the format says, in float32."""
+    codes, scales = input_codes(x, activation, input_scale, first)
+    return codes * scales
+
+
+def input_codes(x: Tensor, activation: Activation, input_scale: Tensor | None, first: int = 0) -> tuple[Tensor, Tensor]:
+    """float32 [rows, in] -> the rounded values, in float32, and what they are multiplied by: [] where it is static,
+    else [rows, 1], or [rows, in] of groups.
 
     Scales are those of tokens, or of groups of inputs that begin at multiples of their size, `first` being this
     rank's first input; a static one is given. A token never depends on another.
@@ -77,7 +110,7 @@ def rounded_input(x: Tensor, activation: Activation, input_scale: Tensor | None,
     if activation.is_static:
         if input_scale is None:
             raise ValueError("a static activation needs its scale")
-        return _rounded(x / input_scale, activation) * input_scale
+        return _rounded(x / input_scale, activation), input_scale
     size = activation.group_size
     if size is None:
         scales = x.abs().amax(dim=1, keepdim=True) / largest
@@ -87,7 +120,7 @@ def rounded_input(x: Tensor, activation: Activation, input_scale: Tensor | None,
         groups = functional.pad(x.abs(), (before, after)).view(x.shape[0], -1, size).amax(dim=2) / largest
         scales = groups.repeat_interleave(size, dim=1)[:, before : before + x.shape[1]]
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-    return _rounded(x / scales, activation) * scales
+    return _rounded(x / scales, activation), scales
 
 
 def _rounded(x: Tensor, activation: Activation) -> Tensor:

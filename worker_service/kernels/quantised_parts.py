@@ -176,13 +176,13 @@ def join(parts: Sequence[Part]) -> Part | None:
         return None
     if any(part.factors is not None for part in parts) and len({_blocks_of(part) for part in parts}) > 1:
         parts = [_with_scales_of_groups(part) for part in parts]
-    if all(part.order is None for part in parts):
-        size = gcd(*(part.size for part in parts))
+    orders = [part.order for part in parts if part.order is not None]
+    sizes = {part.size for part in parts}
+    has_one_order = len(orders) == len(parts) and len(sizes) == 1 and all(torch.equal(o, orders[0]) for o in orders)
+    if not orders:
+        size = gcd(*sizes)
         parts = [_in_groups_of(part, size, -(-part.depth // size)) for part in parts]
-    elif not all(
-        part.order is not None and part.size == first.size and torch.equal(part.order, _needed(first.order))
-        for part in parts
-    ):
+    elif not has_one_order:
         return None
     if len({part.bits for part in parts}) > 1:
         parts = [_in_bytes(part) for part in parts]
@@ -190,26 +190,21 @@ def join(parts: Sequence[Part]) -> Part | None:
     dtypes = {part.scales.dtype for part in parts}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     has_minima = any(part.minima is not None for part in parts)
-    has_factors = parts[0].factors is not None
+    factors = [part.factors for part in parts if part.factors is not None]
+    minimum_factors = [_or_zeros(part.minimum_factors, part.factors) for part in parts if part.factors is not None]
     return replace(
         parts[0],
         values=torch.cat([part.values for part in parts]),
         scales=torch.cat([part.scales.to(dtype) for part in parts]),
         zeros=torch.cat([_zeros_of(part) for part in parts]) if has_zeros else None,
         minima=torch.cat([_or_zeros(part.minima, part.scales).to(dtype) for part in parts]) if has_minima else None,
-        factors=torch.cat([_needed(part.factors) for part in parts]) if has_factors else None,
-        minimum_factors=torch.cat([_or_zeros(part.minimum_factors, _needed(part.factors)) for part in parts])
-        if has_factors and has_minima
-        else None,
+        factors=torch.cat(factors) if factors else None,
+        minimum_factors=torch.cat(minimum_factors) if factors and has_minima else None,
     )
 
 
 def _blocks_of(part: Part) -> int | None:
     return None if part.factors is None else part.block_size
-
-
-def _needed(tensor: Tensor | None) -> Tensor:
-    return torch.empty(0, dtype=torch.int32) if tensor is None else tensor
 
 
 def _or_zeros(tensor: Tensor | None, like: Tensor) -> Tensor:
@@ -219,19 +214,22 @@ def _or_zeros(tensor: Tensor | None, like: Tensor) -> Tensor:
 def _in_groups_of(part: Part, size: int, num_groups: int) -> Part:
     times = part.size // size
 
-    def spread(by_group: Tensor | None) -> Tensor | None:
-        return None if by_group is None else by_group.repeat_interleave(times, dim=1)[:, :num_groups]
+    def spread(by_group: Tensor) -> Tensor:
+        return by_group.repeat_interleave(times, dim=1)[:, :num_groups]
+
+    def spread_if_any(by_group: Tensor | None) -> Tensor | None:
+        return None if by_group is None else spread(by_group)
 
     spreads = replace(
         part,
         values=part.values[:, : num_groups * size * part.bits // 8],
-        zeros=spread(part.zeros),
+        zeros=spread_if_any(part.zeros),
         size=size,
-        factors=spread(part.factors),
+        factors=spread_if_any(part.factors),
     )
     if part.factors is not None:
-        return replace(spreads, minimum_factors=spread(part.minimum_factors))
-    return replace(spreads, scales=_needed(spread(part.scales)), minima=spread(part.minima))
+        return replace(spreads, minimum_factors=spread_if_any(part.minimum_factors))
+    return replace(spreads, scales=spread(part.scales), minima=spread_if_any(part.minima))
 
 
 def _zeros_of(part: Part) -> Tensor:

@@ -10,6 +10,7 @@ from loader.errors import CheckpointError
 from loader.layout import NORM_NAMES, Embedding, Linear, Parameter, Vector, parameters
 from loader.shares import RankPlace, stage_layers, whole_share
 from worker_service.kernels.linear import can_pack
+from worker_service.kernels.quantised import MakeLinear, make_joined_linear
 from worker_service.models.collectives import Collectives
 from worker_service.models.experts import ACTIVATIONS, GatedMlp, MixtureOfExperts, linear_of
 from worker_service.models.layers import (
@@ -77,25 +78,25 @@ class Decoder:
         self._local_rope: RotaryEmbedding | None = None
         self._embedding_scale = 1.0
 
-    def place_weights(self, tensors: Tensors) -> int:
+    def place_weights(self, tensors: Tensors, make: MakeLinear = make_joined_linear, /) -> int:
         """Takes the tensors of this rank's parameters out of `tensors`, layer by layer: none is held twice for long.
 
-        Answers the bytes that the weights occupy.
+        `make` makes products with quantised weights. Answers the bytes that the weights occupy, as they were given.
         """
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         for layer in self.layers:
-            layer.place(tensors)
+            layer.place(tensors, make)
         if self._embedding is not None:
             self._embedding.place(tensors)
         if self._norm is not None and self._head is not None:
             self._norm.place(tensors)
             if self._embedding is not None and self.config.tie_word_embeddings:
                 weight = self._embedding.weight
-                self._head.share(weight)
+                self._head.use(weight, make)
                 # What is packed is a copy, and looking up rows needs the weight as it was.
                 num_bytes += weight.nbytes if isinstance(weight, torch.Tensor) and can_pack(weight) else 0
             else:
-                self._head.place(tensors)
+                self._head.place(tensors, make)
         return num_bytes
 
     def prepare(self, served_length: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -183,10 +184,12 @@ class _Layer:
         self._output = RowParallelLinear(linear_of(held, f"{prefix}.self_attn.o_proj"), group)
         self._mlp = _mlp(config, held, number, group)
 
-    def place(self, tensors: Tensors) -> None:
-        for held in (*self._norms, self._qkv, self._head_norms, self._output, self._mlp):
-            if held is not None:
-                held.place(tensors)
+    def place(self, tensors: Tensors, make: MakeLinear) -> None:
+        for norm in (*self._norms, self._head_norms):
+            if norm is not None:
+                norm.place(tensors)
+        for product in (self._qkv, self._output, self._mlp):
+            product.place(tensors, make)
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from loader.config import ExpertsConfig
 from loader.layout import Linear, Parameter
+from worker_service.kernels.quantised import MakeLinear, make_joined_linear
 from worker_service.models.collectives import Collectives
 from worker_service.models.layers import ColumnParallelLinear, RowParallelLinear, Tensors
 from worker_service.models.lora import RowAdapters
@@ -33,10 +34,10 @@ class GatedMlp:
         self._gate_up = ColumnParallelLinear([gate, up])
         self._down = RowParallelLinear(down, group)
 
-    def place(self, tensors: Tensors) -> None:
-        """Takes its tensors out of `tensors`."""
-        self._gate_up.place(tensors)
-        self._down.place(tensors)
+    def place(self, tensors: Tensors, make: MakeLinear = make_joined_linear) -> None:
+        """Takes its tensors out of `tensors`; `make` makes the products."""
+        self._gate_up.place(tensors, make)
+        self._down.place(tensors, make)
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[rows, hidden_size] -> [rows, hidden_size], whole on every rank."""
@@ -68,11 +69,11 @@ class MixtureOfExperts:
             if f"{prefix}.experts.{number}.down_proj" in held
         }
 
-    def place(self, tensors: Tensors) -> None:
-        """Takes its tensors out of `tensors`."""
-        self._router.place(tensors)
+    def place(self, tensors: Tensors, make: MakeLinear = make_joined_linear) -> None:
+        """Takes its tensors out of `tensors`; `make` makes the products."""
+        self._router.place(tensors, make)
         for expert in self._experts.values():
-            expert.place(tensors)
+            expert.place(tensors, make)
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, hidden_size], whole on every rank."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 from loader.layout import Embedding, Linear, Vector
 from loader.quantised.packed import Packed, take_packed
 from worker_service.kernels.linear import LinearKernel, make_linear
-from worker_service.kernels.quantised import make_joined_linear, make_quantised_linear
+from worker_service.kernels.quantised import MakeLinear, make_joined_linear
 from worker_service.models.collectives import Collectives
 from worker_service.models.lora import RowAdapters
 
@@ -26,9 +26,9 @@ class ColumnParallelLinear:
         self._parts = tuple(parts)
         self._linear: LinearKernel = _not_placed
 
-    def place(self, tensors: Tensors) -> None:
-        """Takes its tensors out of `tensors`."""
-        self._linear = _take_product(self._parts, tensors)
+    def place(self, tensors: Tensors, make: MakeLinear = make_joined_linear) -> None:
+        """Takes its tensors out of `tensors`; `make` makes the product."""
+        self._linear = _take_product(self._parts, tensors, make)
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[rows, in_features] -> [rows, this rank's rows of all parts]."""
@@ -46,9 +46,9 @@ class RowParallelLinear:
         self._group = group
         self._linear: LinearKernel = _not_placed
 
-    def place(self, tensors: Tensors) -> None:
-        """Takes its tensors out of `tensors`."""
-        self._linear = _take_product([self._part], tensors)
+    def place(self, tensors: Tensors, make: MakeLinear = make_joined_linear) -> None:
+        """Takes its tensors out of `tensors`; `make` makes the product."""
+        self._linear = _take_product([self._part], tensors, make)
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[rows, this rank's columns] -> [rows, out_features], whole on every rank."""
@@ -100,27 +100,25 @@ class LmHead:
         self._group = group
         self._linear: LinearKernel = _not_placed
 
-    def place(self, tensors: Tensors) -> None:
-        """Takes its tensors out of `tensors`."""
+    def place(self, tensors: Tensors, make: MakeLinear = make_joined_linear) -> None:
+        """Takes its tensors out of `tensors`; `make` makes the product."""
         packed = take_packed(self._part.name, tensors)
-        if packed is None:
-            self.share(tensors.pop(f"{self._part.name}.weight"))
-            return
-        self.share(packed)
+        weight = tensors.pop(f"{self._part.name}.weight") if packed is None else packed
+        self.use(weight, make, is_shared=False)
 
-    def share(self, weight: torch.Tensor | Packed) -> None:
-        """Uses this rank's rows of the vocabulary, [rows, hidden_size]."""
-        if not isinstance(weight, torch.Tensor):
-            linear, surplus = make_quantised_linear(weight), self._width - len(self._part.outputs)
-            self._linear = linear
-            if self._group is not None and surplus:
-                self._linear = lambda x: functional.pad(linear(x), (0, surplus))
-            return
+    def use(
+        self, weight: torch.Tensor | Packed, make: MakeLinear = make_joined_linear, *, is_shared: bool = True
+    ) -> None:
+        """Uses this rank's rows of the vocabulary, [rows, hidden_size]; see MakeLinear."""
         # All ranks' parts must be equally wide to be gathered.
-        missing = self._width - len(self._part.outputs)
-        if self._group is not None and missing:
-            weight = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
-        self._linear = make_linear(weight)
+        missing = self._width - len(self._part.outputs) if self._group is not None else 0
+        if isinstance(weight, torch.Tensor):
+            if missing:
+                weight = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
+            self._linear = make_linear(weight)
+            return
+        linear = make([weight], [None], is_shared=is_shared)
+        self._linear = (lambda x: functional.pad(linear(x), (0, missing))) if missing else linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, hidden_size] -> [rows, vocab_size], whole on every rank."""
@@ -208,13 +206,13 @@ class ProjectionNorms:
         return (normalised * self._weight).to(x.dtype).view(x.shape)
 
 
-def _take_product(parts: Sequence[Linear], tensors: Tensors) -> LinearKernel:
+def _take_product(parts: Sequence[Linear], tensors: Tensors, make: MakeLinear) -> LinearKernel:
     """The product of one input with the weights of all parts, which are taken out of `tensors`."""
     packed = [take_packed(part.name, tensors) for part in parts]
     weights = [
         tensors.pop(f"{part.name}.weight") if kept is None else kept for part, kept in zip(parts, packed, strict=True)
     ]
-    return make_joined_linear(weights, [tensors.pop(f"{part.name}.bias") if part.bias else None for part in parts])
+    return make(weights, [tensors.pop(f"{part.name}.bias") if part.bias else None for part in parts])
 
 
 def _not_placed(_x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from loader.config import ModelConfig
 from loader.shares import RankPlace
+from worker_service.kernels.quantised import MakeLinear, make_joined_linear
 from worker_service.models.decoder import Attention
 from worker_service.models.layers import Tensors
 from worker_service.models.lora import RowAdapters
@@ -30,8 +31,9 @@ class Model(Protocol):
         """As many as this rank has."""
         ...
 
-    def place_weights(self, tensors: Tensors) -> int:
-        """Takes the tensors of this rank's parameters out of `tensors`; answers the bytes that they occupy."""
+    def place_weights(self, tensors: Tensors, make: MakeLinear = make_joined_linear, /) -> int:
+        """Takes the tensors of this rank's parameters out of `tensors`; answers the bytes that they occupy. `make`
+        makes products with quantised weights."""
         ...
 
     def prepare(self, served_length: int, *, dtype: torch.dtype, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from loader.config import ModelConfig
 from loader.errors import CheckpointError
 from loader.shares import RankPlace
+from worker_service.kernels.quantised import MakeLinear, make_joined_linear
 from worker_service.models.attention_hook import PROBING, SERVING, ForwardPass, register_attention, run
 from worker_service.models.collectives import Collectives
 from worker_service.models.decoder import Attention
@@ -68,8 +69,8 @@ class TransformersModel:
         self._head: PreTrainedModel | None = None
         self._computed = _Computed()
 
-    def place_weights(self, tensors: Tensors) -> int:
-        """Takes all of `tensors` into the definition, and holds it to its interface.
+    def place_weights(self, tensors: Tensors, _make: MakeLinear = make_joined_linear, /) -> int:
+        """Takes all of `tensors` into the definition, and holds it to its interface. None is quantised.
 
         Answers the bytes of its weights. Raises CheckpointError "invalid" for tensors that are missing, too many or
         of another shape; "unsupported", with the reason, for a definition that cannot be served.

@@ -10,6 +10,8 @@ from loader.config import ModelConfig
 from loader.shares import RankPlace
 from worker_service.kernels.paged.choose import Trial, choose_kernel
 from worker_service.kernels.paged.problem import Rule
+from worker_service.kernels.torch_products.choose import ProductChooser
+from worker_service.kernels.torch_products.product import Target
 from worker_service.models.lora import AdapterFactors, Factors
 from worker_service.models.registry import build_model
 from worker_service.runtime.adapters import PackedAdapter
@@ -41,8 +43,11 @@ class Engine(Protocol):
         """Takes the tensors of `loader.layout.weight_slices` out of `tensors`, and answers contiguous ones by name."""
         ...
 
-    def attach(self, packed: Mapping[str, torch.Tensor]) -> int:
-        """Computes with these from now on, which may be mapped read-only; answers the bytes that it holds."""
+    def attach(self, packed: dict[str, torch.Tensor]) -> int:
+        """Computes with these from now on, which may be mapped read-only; answers the bytes that it holds.
+
+        May take them out of `packed`, so that what is laid out anew is not held twice.
+        """
         ...
 
     def executor(self, num_blocks: int, block_size: int, max_model_len: int) -> Executor:
@@ -112,9 +117,13 @@ class TorchEngine:
         tensors.clear()
         return packed
 
-    def attach(self, packed: Mapping[str, torch.Tensor]) -> int:
-        """See Engine."""
-        return self._model.place_weights(dict(packed))
+    def attach(self, packed: dict[str, torch.Tensor]) -> int:
+        """See Engine. On CUDA quantised weights are computed by torch's own products, where those are right."""
+        if self._device.type != "cuda":
+            return self._model.place_weights(packed)
+        capability = torch.cuda.get_device_capability(self._device)
+        chooser = ProductChooser(Target(self._device.type, capability, self._dtype))
+        return self._model.place_weights(packed, chooser) + chooser.added_bytes
 
     def executor(self, num_blocks: int, block_size: int, max_model_len: int) -> Executor:
         """See Engine."""

@@ -115,7 +115,9 @@ def load_into(engine: Engine, job: LoadJob, store: RestartStore | None, phases: 
         tensors, is_mapped = _packed(engine, job, phases), False
     num_bytes = _size(tensors)
     phases.enter("attach", num_bytes)
-    weight_bytes = engine.attach({name: tensor.to(job.device) for name, tensor in tensors.items()})
+    # Nothing else names them from here on: an engine that lays them out anew lets go of each as it does.
+    on_device = {name: tensors.pop(name).to(job.device) for name in list(tensors)}
+    weight_bytes = engine.attach(on_device)
     phases.advance(num_bytes)
     return Held(weight_bytes, num_bytes if is_mapped and not is_copied else 0)
 

@@ -72,7 +72,7 @@ class NativeEngine:
         """See Engine."""
         return pack_weights(self._config, self._part, tensors, self._dtype)
 
-    def attach(self, packed: Mapping[str, torch.Tensor]) -> int:
+    def attach(self, packed: dict[str, torch.Tensor]) -> int:
         """See Engine."""
         self._packed = packed
         return sum(tensor.nbytes for tensor in packed.values())

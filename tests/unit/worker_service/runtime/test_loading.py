@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -101,6 +102,22 @@ def store(tmp_path: Path) -> RestartStore:
 def entries(tmp_path: Path) -> list[str]:
     with StoreFolder(tmp_path / "store", create=True) as folder:
         return [entry.name for entry in folder.entries()]
+
+
+def test_an_engine_that_lays_weights_out_anew_is_the_last_to_hold_them(tmp_path: Path) -> None:
+    class Taking(PackingEngine):
+        def attach(self, packed: dict[str, torch.Tensor]) -> int:  # type: ignore[override]
+            num_bytes = 0
+            while packed:
+                _, tensor = packed.popitem()
+                held = weakref.ref(tensor)
+                num_bytes += tensor.nbytes
+                del tensor
+                assert held() is None
+            return num_bytes
+
+    held = load_into(Taking(), job(make_tiny_llama(tmp_path)), None, LoadPhases(lambda *_: None, lambda: False))
+    assert held.weight_bytes > 0
 
 
 FIRST = ["inspect", "map", "read", "pack", "store", "map", "attach"]

@@ -17,6 +17,7 @@ from loader.shares import RankPlace
 from tests.support.runtime_settings import Settings
 from tests.support.tiny_adapter import make_tiny_adapter
 from tests.support.tiny_checkpoint import TINY_FAMILIES, make_tiny_llama
+from tests.support.tiny_gguf import make_tiny_gguf
 from tests.support.tiny_others import SERVED, make_tiny_other
 from worker_service.kernels import native
 from worker_service.runtime import worker as worker_module
@@ -80,6 +81,31 @@ def test_what_it_computes_is_the_same(tiny_path: Path, settings: Settings, level
         assert logprobs(runtime) == before
     runtime.wake_up(never)
     assert logprobs(runtime) == before
+
+
+# One scale a group; blocks with factors, several types in one product; what is also the head.
+GGUFS: dict[str, dict[str, Any]] = {
+    "Q4_0": {"quantisation": "Q4_0"},
+    "Q4_1": {"quantisation": "Q4_1", "types": {"token_embd": "Q8_0"}, "tie": True},
+    "Q4_K_M": {
+        "quantisation": "Q4_K",
+        "types": {"attn_v": "Q6_K"},
+        "sizes": {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512},
+    },
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", GGUFS)
+def test_blocks_of_a_gguf_that_stay_packed(tmp_path: Path, settings: Settings, level: SleepLevel, name: str) -> None:
+    path = make_tiny_gguf(tmp_path / "model.gguf", **GGUFS[name])
+    runtime = started(path, settings)
+    before, loaded = logprobs(runtime), runtime._loaded
+    assert loaded is not None and loaded.job.is_quantised
+    for _ in range(2):
+        runtime.sleep(level)
+        runtime.wake_up(never)
+        assert logprobs(runtime) == before
 
 
 def grammar(pattern: str) -> tuple[bytes, str]:
@@ -195,13 +221,15 @@ def test_another_checkpoint_is_not_woken_up_to(tmp_path: Path, settings: Setting
 
 
 # Where weights are, and in what: closures, packed values, modules of transformers, experts.
-MODELS = ["llama", "qwen3", "gemma2", "mixtral", "gpt2"]
+MODELS = ["llama", "qwen3", "gemma2", "mixtral", "gpt2", *GGUFS]
 
 
 @pytest.fixture(params=MODELS)
 def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if request.param == "gpt2":
         yield make_tiny_other(tmp_path / "m", "gpt2", SERVED["gpt2"])
+    elif request.param in GGUFS:
+        yield make_tiny_gguf(tmp_path / "m.gguf", **GGUFS[request.param])
     else:
         yield make_tiny_llama(tmp_path / "m", config_overrides=TINY_FAMILIES[request.param])
 
@@ -225,8 +253,7 @@ def test_every_tensor_of_a_model_is_moved(model_path: Path) -> None:
     assert logprobs(runtime) == before
     # What was in use before is in use no more: spoiling it changes nothing.
     for tensor in originals:
-        if tensor.is_floating_point():
-            tensor.fill_(float("nan"))
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
     assert logprobs(runtime) == before
 
 
