@@ -44,7 +44,7 @@ BATCH = 16
 # Of a block; a request of a chat has about as many tokens.
 SIM_PROMPT_LEN, SIM_TOKENS, SIM_REQUESTS = 32, 128, 480
 MODEL_PROMPT_LEN, MODEL_TOKENS = 32, 32
-ROUNDS, PAIRS = 10, 48
+ROUNDS, PAIRS = 10, 30
 QUICK = (2, 4)
 # What a full queue of spans takes in a process is far less; what leaks, more.
 MAX_DEAD_GROWTH_MIB = 64.0
@@ -62,7 +62,8 @@ _T95 = {
     14: 1.761,
     19: 1.729,
     23: 1.714,
-    47: 1.678,
+    29: 1.699,
+    39: 1.685,
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from stepwire.telemetry.export import QUEUE_SPANS, parse_endpoint
+from stepwire.telemetry.export import _BATCH_SPANS, QUEUE_SPANS, parse_endpoint
 from stepwire.telemetry.setup import Telemetry
 from stepwire.telemetry.trace import context_from_traceparent, traceparent
 
@@ -92,7 +92,7 @@ def test_spans_that_keep_coming_are_sent_together_and_many_at_once(monkeypatch: 
     collector.received.clear()
     monkeypatch.setattr("stepwire.telemetry.export._TICK_S", 60.0)
     time.sleep(0.2)  # the tick in hand
-    for _ in range(600):
+    for _ in range(_BATCH_SPANS + 10):
         tracer.start_span("y").end()
     assert collector.received.wait(5)
     telemetry.shutdown()
