@@ -247,7 +247,12 @@ class WorkerClient:
             code = grpc.StatusCode.OK
         except grpc.RpcError as error:
             code = error.code()
-            raise from_rpc_error(error) from error
+            meaning = from_rpc_error(error)
+            if meaning.metadata.get("grpc_code") == grpc.StatusCode.CANCELLED.name:
+                # Nobody here cancelled it: that comes as CancelledError. A server ends its calls so when it goes away.
+                text = f"the worker at {self.address} ended the call ({meaning.message}): it goes away"
+                meaning = StepwireError("WORKER_FAILED", text, meaning.metadata)
+            raise meaning from error
         except grpc.aio.UsageError as error:
             # Nothing else is used wrongly here but what is closed: the model was unloaded meanwhile.
             raise self._closed() from error

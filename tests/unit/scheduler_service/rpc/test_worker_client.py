@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -12,6 +14,8 @@ from scheduler_service.rpc import worker_client
 from scheduler_service.rpc.worker_client import GrpcStepStream, WorkerClient
 from stepwire.rpc.errors import StepwireError, to_status
 from stepwire.telemetry.trace import get_tracer
+from stepwire.v1 import worker_pb2 as pb
+from stepwire.v1 import worker_pb2_grpc
 
 
 class EndedCall:
@@ -87,3 +91,32 @@ async def test_one_that_ends_without_a_word_is_not_waited_for(monkeypatch: pytes
     async with asyncio.timeout(5):
         with pytest.raises(StepwireError, match="the worker ended the step stream"):
             await GrpcStepStream(SilentCall(None), 1).receive()
+
+
+class Leaving(worker_pb2_grpc.WorkerServiceServicer):
+    """A worker whose server ends its calls, as gRPC does with those of a server that is stopped."""
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        await context.abort(grpc.StatusCode.CANCELLED)
+        raise AssertionError
+
+    async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> AsyncIterator[pb.LoadModelResponse]:
+        yield pb.LoadModelResponse(stage="weights")
+        await context.abort(grpc.StatusCode.CANCELLED)
+
+
+async def test_a_call_that_the_worker_cancels_is_the_workers_loss() -> None:
+    """Or a request that waits for it would be told that it was cancelled, and go to no other replica."""
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Leaving(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = WorkerClient(f"127.0.0.1:{port}", key=None, tracer=get_tracer(None))
+    with pytest.raises(StepwireError, match=f"the worker at 127.0.0.1:{port} ended the call") as caught:
+        await client.get_status(timeout_s=5)
+    assert caught.value.reason == "WORKER_FAILED"
+    with pytest.raises(StepwireError, match="ended the call"):
+        async for _ in client.load_model(1, "path", "auto", "auto", "auto"):
+            pass
+    await client.close()
+    await server.stop(None)
