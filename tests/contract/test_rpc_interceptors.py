@@ -27,6 +27,8 @@ from stepwire.telemetry.trace import current_span_context
 SERVICE = "test.Probe"
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 KINDS = ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream", "Writer"]
+# What gRPC says of a call that had ended when a request was written; what the server said of it comes after.
+OF_A_WRITE = "Internal error from Core"
 STREAMED = ["UnaryStream", "StreamStream", "Writer"]
 
 
@@ -118,9 +120,19 @@ class Rig:
 
     async def outcome(self, kind: str, **kwargs: Any) -> list[bytes]:
         call = self.call(kind, **kwargs)
-        if kind in STREAMED:
-            return [message async for message in call]
-        return [await call]
+        try:
+            if kind in STREAMED:
+                return [message async for message in call]
+            return [await call]
+        except grpc.aio.AioRpcError as error:
+            if error.details() != OF_A_WRITE:
+                raise
+        async with asyncio.timeout(20):
+            while await call.details() == OF_A_WRITE:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+        raise grpc.aio.AioRpcError(
+            await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        )
 
     async def span(self) -> ReadableSpan:
         async with asyncio.timeout(20):
