@@ -286,7 +286,12 @@ class StepLoop:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at = now + delay_s
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring)
+
+    def _ring(self) -> None:
+        # Not told by the time: the clock of an event loop may be a millisecond behind, and its timers as early.
+        self._timer_at = None
+        self._wake.set()
 
     def _note_plan(self, plan: StepPlan) -> None:
         """Writes down who starts, resumes and is preempted with a step."""

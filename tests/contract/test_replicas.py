@@ -217,3 +217,14 @@ async def test_requests_that_begin_alike_share_a_replicas_cache(two: RunningSche
     stats = [replica.scheduler.stats for replica in two.engine.replicas]
     found = sum(each.prefix_hit_tokens for each in stats) / sum(each.prefix_query_tokens for each in stats)
     assert found > 0.7
+
+
+async def test_an_idle_replica_goes_on_where_timers_come_early(
+    two: RunningScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    later = loop.call_later
+    monkeypatch.setattr(loop, "call_later", lambda delay, *rest, **how: later(max(0.0, delay - 0.002), *rest, **how))
+    monkeypatch.setattr("scheduler_service.engine.loop._STALLED_AFTER_S", 1.2)
+    await asyncio.sleep(2.5)
+    assert [replica.is_healthy for replica in two.engine.replicas] == [True, True]
