@@ -1,7 +1,7 @@
 """Whether a step agrees with what the worker holds. Looks at everything and changes nothing."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,22 +46,23 @@ def check_step(step: StepInput, table: SequenceTable) -> CheckedStep:
     new = {sequence.sequence_id: sequence for sequence in step.new_sequences}
     _check_ids(step, table, new)
     new_blocks = _split_blocks(step, block_counts, table)
-    fresh = [i for i, sequence_id in enumerate(ids) if sequence_id in new] if new else []
-    known = np.delete(np.arange(len(ids)), fresh) if fresh else np.arange(len(ids))
+    fresh = {i: new[sequence_id] for i, sequence_id in enumerate(ids) if sequence_id in new} if new else {}
+    known = np.delete(np.arange(len(ids)), list(fresh)) if fresh else np.arange(len(ids))
     rows = table.rows_of([sequence_id for sequence_id in ids if sequence_id not in new] if fresh else ids)
     computed = _true_counts(step, table, known, rows, computed)
     _check_known(step, table, (known, rows), scheduled, computed, block_counts)
     if drafts is not None:
-        if fresh and drafts[fresh].any():
-            _refuse_where(drafts[fresh] > 0, [ids[i] for i in fresh], "draft tokens are planned for a new sequence")
+        if fresh:
+            planned, text = drafts[list(fresh)], "draft tokens are planned for a new sequence"
+            _refuse_where(planned > 0, [ids[i] for i in fresh], text, planned)
         _check_drafts(step, table, (known, rows), scheduled + drafts, computed, block_counts)
     errors = {}
-    for i in fresh:
-        error = _check_new(new[ids[i]], table, int(scheduled[i]), int(computed[i]), int(block_counts[i]))
+    for i, sequence in fresh.items():
+        error = _check_new(sequence, table, int(scheduled[i]), int(computed[i]), int(block_counts[i]))
         if error is not None:
             errors[ids[i]] = error
     checked = CheckedStep(scheduled, computed, new_blocks, errors, drafts)
-    _check_writes(step, checked, table, (known, rows), [new[ids[i]] for i in fresh])
+    _check_writes(step, checked, table, (known, rows), fresh)
     return checked
 
 
@@ -187,9 +188,9 @@ def _check_new(new: NewSequence, table: SequenceTable, scheduled: int, computed:
 
 
 def _check_writes(
-    step: StepInput, checked: CheckedStep, table: SequenceTable, places: Places, new: Sequence[NewSequence]
+    step: StepInput, checked: CheckedStep, table: SequenceTable, places: Places, new: Mapping[int, NewSequence]
 ) -> None:
-    """Refuses a sequence that would write a block which another one holds, or gets too."""
+    """Refuses a sequence that would write a block which another one holds, or gets too; `new` by place in the step."""
     holders = table.num_holders
     ended = [*step.finished_sequence_ids, *step.preempted_sequence_ids]
     gone = [table.row_of[sequence_id] for sequence_id in set(ended) if sequence_id in table.row_of] if ended else []
@@ -205,8 +206,7 @@ def _check_writes(
     if not (new or step.new_block_ids):
         return
     fresh = list(checked.new_blocks.values())
-    for sequence in new:
-        place = step.sequence_ids.index(sequence.sequence_id)
+    for place, sequence in new.items():
         begin = int(checked.computed[place]) // table.block_size
         fresh.append(np.asarray(sequence.block_ids, np.int64)[begin:])
     given = _joined(fresh)
@@ -276,12 +276,12 @@ def _check_blocks(block_ids: IntArray, table: SequenceTable, name: str) -> None:
 
 
 def _refuse_where(
-    wrong: NDArray[np.bool_], ids: Sequence[int], text: str, sent: IntArray | None = None, held: IntArray | None = None
+    wrong: NDArray[np.bool_], ids: Sequence[int], text: str, sent: IntArray, held: IntArray | None = None
 ) -> None:
     if wrong.any():
         i = int(np.argmax(wrong))
-        found = "" if sent is None else f" ({sent[i]}{'' if held is None else f' against {held[i]}'})"
-        raise StateMismatch(f"sequence {ids[i]}: {text}{found}")
+        against = "" if held is None else f" against {held[i]}"
+        raise StateMismatch(f"sequence {ids[i]}: {text} ({sent[i]}{against})")
 
 
 def _refuse_outside(values: Sequence[int], low: int, high: int | None, ids: Sequence[int], name: str) -> None:
