@@ -22,6 +22,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HUGE_PAGE = 2 * 2**20
 
 
+def rounded_up(count: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-count // multiple) * multiple
+
+
 def depth_of(dtype: torch.dtype) -> int:
     """Values of one row that lie side by side: vdpbf16ps multiplies pairs. Raises ValueError for other types."""
     if dtype not in DTYPES:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from loader.quantised.activations import Activation
 from loader.quantised.bits import unpack_rows
 from loader.quantised.packed import Packed, ScaledGrid
-from worker_service.kernels.layout import LANES, PANEL
+from worker_service.kernels.layout import LANES, PANEL, rounded_up
 
 # Groups that are no multiples of a vector, or of any number of inputs, are filled up; not beyond this.
 _MOST_FILLING = 2
@@ -90,7 +90,7 @@ def part_of(weight: Packed) -> Part | None:
         begin, end = first // size, -(-(first + depth) // size)
         part, first = _with_scales_of_groups(part, begin, end), first % size
     if part.num_groups == 1 and weight.group_of is None:
-        return _filled(replace(part, size=_rounded_up(depth, LANES)))
+        return _filled(replace(part, size=rounded_up(depth, LANES)))
     if weight.group_of is None and first == 0 and size % LANES == 0:
         return _filled(part)
     group_of = weight.group_of
@@ -110,7 +110,7 @@ def _part_of_grid(weight: ScaledGrid) -> Part | None:
     values = (weight.values.view(torch.uint8) ^ 0x80).contiguous()
     part = Part(values, scales, None, 128, None, weight.block_columns, depth, weight.activation)
     if scales.shape[1] == 1:
-        return _filled(replace(part, size=_rounded_up(depth, LANES)))
+        return _filled(replace(part, size=rounded_up(depth, LANES)))
     if weight.first_column == 0 and weight.block_columns % LANES == 0:
         return _filled(part)
     return _ordered(part, (torch.arange(depth) + weight.first_column) // weight.block_columns)
@@ -154,7 +154,7 @@ def _ordered(part: Part, group_of: Tensor) -> Part | None:
     """The same with the inputs of each group side by side, and groups filled up to one size."""
     part, num_groups = _in_bytes(part), part.num_groups
     counts = torch.bincount(group_of, minlength=num_groups)
-    size = _rounded_up(int(counts.max()), LANES)
+    size = rounded_up(int(counts.max()), LANES)
     if num_groups * size > _MOST_FILLING * part.depth + PANEL:
         return None
     by_group = torch.argsort(group_of, stable=True)
@@ -236,7 +236,3 @@ def _zeros_of(part: Part) -> Tensor:
     if part.zeros is not None:
         return part.zeros
     return torch.full((part.values.shape[0], part.num_groups), part.zero, dtype=torch.uint8)
-
-
-def _rounded_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from loader.quantised.activations import Activation
 from loader.quantised.packed import Packed, ScaledGrid
+from worker_service.kernels.layout import rounded_up
 from worker_service.kernels.quantised import input_codes
-from worker_service.kernels.torch_products.product import ProductKind, Target, filled, lacks, rounded_up, row_scales
+from worker_service.kernels.torch_products.product import ProductKind, Target, filled, lacks, row_scales
 
 _MULTIPLE = 16
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from loader.quantised.packed import GroupedInts, Packed
+from worker_service.kernels.layout import rounded_up
 from worker_service.kernels.quantised import tile_rows
 from worker_service.kernels.torch_products.int4_layout import (
     MULTIPLE,
@@ -15,7 +16,7 @@ from worker_service.kernels.torch_products.int4_layout import (
     tile_order,
     values_of_words,
 )
-from worker_service.kernels.torch_products.product import ProductKind, Target, lacks, rounded_up
+from worker_service.kernels.torch_products.product import ProductKind, Target, lacks
 
 # For every 16 rows of x the operator takes the weight apart anew; beyond, it is better made whole once.
 MOST_ROWS = 256

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from loader.quantised.bits import pack_rows, unpack_rows
 from loader.quantised.packed import GroupedInts
-from worker_service.kernels.torch_products.product import filled, rounded_up
+from worker_service.kernels.layout import rounded_up
+from worker_service.kernels.torch_products.product import filled
 
 MULTIPLE = 8
 """Of outputs."""

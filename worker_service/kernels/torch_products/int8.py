@@ -6,8 +6,9 @@ from torch.nn import functional
 
 from loader.quantised.activations import Activation
 from loader.quantised.packed import Packed, ScaledGrid
+from worker_service.kernels.layout import rounded_up
 from worker_service.kernels.quantised import input_codes, tile_rows
-from worker_service.kernels.torch_products.product import ProductKind, Target, filled, lacks, rounded_up, row_scales
+from worker_service.kernels.torch_products.product import ProductKind, Target, filled, lacks, row_scales
 
 # What cuBLAS asks of sizes, and how many rows it wants at least.
 _MULTIPLE = 8

@@ -74,11 +74,6 @@ def filled(values: Tensor, num_rows: int, num_columns: int) -> Tensor:
     return functional.pad(values, (0, num_columns - values.shape[1], 0, num_rows - values.shape[0]))
 
 
-def rounded_up(count: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-count // multiple) * multiple
-
-
 def packed_bytes(weight: Packed) -> int:
     """What a weight's tensors take."""
     values = (getattr(weight, field.name) for field in fields(weight))
