@@ -19,7 +19,7 @@ from scheduler_service.settings import SchedulerSettings
 from stepwire.cli.errors import CommandError
 from stepwire.cli.health_check import wait_until_serving
 from stepwire.cli.serve_models import Fleet
-from stepwire.cli.serve_plan import LOOPBACK, by_model, check_models, located, plan
+from stepwire.cli.serve_plan import LOOPBACK, Planned, by_model, check_models, located, plan
 from stepwire.cli.serve_ray import ray_placement
 from stepwire.cli.settings_options import Settings
 from stepwire.placement.head import Head
@@ -45,11 +45,11 @@ def serve_here(settings: Settings) -> int:
 
 
 def _serve_found(settings: Settings, found: Sequence[Mapping[str, object]], started: float) -> int:
-    scheduler, workers, supervisor = plan(settings, found)
+    planned = scheduler, workers, supervisor = plan(settings, found)
     check_free(scheduler.host, scheduler.port)
     check_models(scheduler.all_models, workers, are_here=supervisor.placement == "local")
     if supervisor.placement == "ray":
-        return _serve_on_ray(settings, found, started)
+        return _serve_on_ray(settings, found, planned, started)
     fleet = Fleet(settings, scheduler, supervisor, _log_dir(supervisor), _say)
     here = [spec for each in by_model(scheduler.all_models, workers) for spec in fleet.worker_specs(*each)]
     try:
@@ -60,8 +60,9 @@ def _serve_found(settings: Settings, found: Sequence[Mapping[str, object]], star
             evict_idle(default_folder())
 
 
-def _serve_on_ray(settings: Settings, found: Sequence[Mapping[str, object]], started: float) -> int:
-    asked, workers, supervisor = plan(settings, found)
+def _serve_on_ray(settings: Settings, found: Sequence[Mapping[str, object]], planned: Planned, started: float) -> int:
+    """`planned` are the settings of each process before there are places."""
+    asked, workers, supervisor = planned
     status, on_ray = 1, None
     try:
         with ray_placement(supervisor, workers) as on_ray:

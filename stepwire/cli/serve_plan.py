@@ -56,9 +56,13 @@ def located(settings: Settings, *, report: Callable[[str], None]) -> Iterator[Se
         yield found
 
 
+Planned = tuple[SchedulerSettings, list[WorkerSettings], SupervisorSettings]
+"""The settings of the scheduler, of the workers, and of their supervisor."""
+
+
 def plan(
     settings: Settings, found: Sequence[Mapping[str, object]] = (), *, places: Sequence[Place] | None = None
-) -> tuple[SchedulerSettings, list[WorkerSettings], SupervisorSettings]:
+) -> Planned:
     """The settings of each process, of one worker a rank, model by model. Free ports are chosen here, so that all can
     start at once.
 

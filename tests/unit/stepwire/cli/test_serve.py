@@ -99,7 +99,7 @@ def test_a_cluster_that_does_not_let_go_holds_up_no_end(monkeypatch: pytest.Monk
     monkeypatch.setattr(serve, "_supervise", lambda *_arguments: 3)
     monkeypatch.setattr(serve.atexit, "register", lambda *what: registered.append(what))
     settings = gather(SERVE, {"model": "/m", "placement": "ray"}, {}, None)
-    assert serve._serve_on_ray(settings, (), 0.0) == 3
+    assert serve._serve_on_ray(settings, (), serve.plan(settings, ()), 0.0) == 3
     assert registered == ([] if is_left else [(serve._end_at_once, 3)])
 
 
