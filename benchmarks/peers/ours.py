@@ -12,13 +12,12 @@ from pathlib import Path
 from benchmarks.peers.event_loop import runner
 from benchmarks.peers.rates import Answer
 from stepwire.client import AsyncClient, Output
+from stepwire.client._calls import MAX_STREAM_INTERVAL
 from stepwire.rpc.errors import StepwireError
 from stepwire.supervisor.ports import free_port
 
 _READY_TIMEOUT_S, _END_TIMEOUT_S, _REQUEST_TIMEOUT_S = 180.0, 60.0, 300.0
 _POLL_S = 0.01
-# Tokens in a message, at most.
-_WHOLE = 512
 
 
 class StepwireServer:
@@ -60,7 +59,7 @@ class StepwireServer:
         """Greedy continuations, all begun together, and when each token was there; with `adapters`, each with its own.
         Without `stream` each comes as a whole, but for its first token."""
         names = adapters or [""] * len(prompts)
-        done = self._runner.run(self._generate_all(prompts, max_tokens, names, 1 if stream else _WHOLE))
+        done = self._runner.run(self._generate_all(prompts, max_tokens, names, 1 if stream else MAX_STREAM_INTERVAL))
         return Answer([tokens for tokens, _ in done], [times for _, times in done])
 
     def encode(self, text: str) -> list[int]:

@@ -116,8 +116,9 @@ class OutputStream:
         if not self._is_ended:
             self._is_ended = True
             self._error = error
-            while self._growing:
-                self._add(self._growing.pop(next(iter(self._growing))))
+            for output in self._growing.values():
+                self._add(output)
+            self._growing.clear()
             self._wake()
 
     async def get(self) -> Output | PromptLogprobs | None:

@@ -16,12 +16,12 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
 POLL_INTERVAL_S = 0.1
-_MAX_STREAM_INTERVAL = 512
+MAX_STREAM_INTERVAL = 512
 
 
 def in_whole(keywords: GenerateKeywords) -> GenerateKeywords:
     """The same, where nobody looks at an answer before its end: few large messages."""
-    return {"stream_interval": _MAX_STREAM_INTERVAL, **keywords}
+    return {"stream_interval": MAX_STREAM_INTERVAL, **keywords}
 
 
 class CallFactory:

@@ -37,7 +37,7 @@ _MODEL_STATES: Mapping[int, ModelState] = {
     inference_pb2.MODEL_STATE_RECOVERING: ModelState.RECOVERING,
     inference_pb2.MODEL_STATE_SLEEPING: ModelState.SLEEPING,
 }
-_REQUEST_FIELDS = ("model", "request_id", "priority", "adapter")
+_REQUEST_FIELDS = ("model", "request_id", "priority", "adapter", "stream_interval")
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
@@ -58,13 +58,11 @@ def generate_request(
     TypeError for unknown keywords and values of a wrong type. All other checks are the service's.
     """
     own = {name: value for name, value in keywords.items() if name in _REQUEST_FIELDS}
-    taken = (*own, "timeout", "max_draft_tokens", "stream_interval")
+    taken = (*own, "timeout", "max_draft_tokens")
     others: dict[str, Any] = {name: value for name, value in keywords.items() if name not in taken}
     params = replace(sampling or SamplingParams(), **others)
     if (num_drafts := keywords.get("max_draft_tokens")) is not None:
         own["speculation"] = filled(inference_pb2.Speculation, max_draft_tokens=num_drafts)
-    if (interval := keywords.get("stream_interval")) is not None:
-        own["stream_interval"] = interval
     return filled(inference_pb2.GenerateRequest, sampling=_sampling(params), **own, **_prompt(prompt))
 
 
