@@ -25,7 +25,7 @@ from loader.errors import CheckpointError, LoadCancelled
 from loader.files import read_json_object, read_small
 from loader.known_hashes import RECORD_NAME
 from loader.sources.directory import DIRECTORY_VARIABLE, LIMIT_VARIABLE
-from loader.sources.download import Watch, download, present_bytes
+from loader.sources.download import Watch, download, present_bytes, stats_below
 from loader.sources.lock import Mark, Waiting, acquire, is_stale
 from loader.sources.remote import RemoteModel
 from loader.sources.verified import VerifiedFiles
@@ -197,7 +197,7 @@ class ModelCache:
         """Keys and names of what could go, that of the longest unused first; a download given up counts as one."""
         whole = [(entry.last_used, entry.key, entry.url) for entry in self.entries()]
         for folder in (self._root / "partial").iterdir():
-            newest = max((path.stat().st_mtime for path in folder.rglob("*")), default=0.0)
+            newest = max((stat.st_mtime for stat in stats_below(folder)), default=0.0)
             whole.append((newest, folder.name, f"a part of {folder.name}"))
         return [(key, label) for _, key, label in sorted(whole) if key != keep]
 

@@ -1,11 +1,12 @@
 """Bringing the files of a remote model here: in parallel, going on where an earlier download stopped, checked."""
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,15 +58,17 @@ def download(model: RemoteModel, folder: Path, watch: Watch) -> dict[str, str]:
     return {file.name: sums[file.name] for file in model.files}
 
 
+def stats_below(folder: Path) -> Iterator[os.stat_result]:
+    """Of all files below `folder`, which others may fill, move or remove meanwhile; of none when it is not there."""
+    for parent, _, names in os.walk(folder):  # passes over a folder that is gone, as `Path.rglob` does not
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield os.lstat(os.path.join(parent, name))
+
+
 def present_bytes(folder: Path) -> int:
     """Bytes of all files below `folder`; 0 when it is not there."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += 0 if path.is_dir() else path.lstat().st_size
-        except OSError:
-            continue  # it was just given its final name
-    return total
+    return sum(stat.st_size for stat in stats_below(folder))
 
 
 class _State:

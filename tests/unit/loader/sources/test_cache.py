@@ -248,8 +248,9 @@ def start(cache_folder: Path, url: str) -> "subprocess.Popen[str]":
 def test_two_processes_bring_a_model_once(tmp_path: Path, server: FileServer, tiny_files: dict[str, bytes]) -> None:
     server.files = {f"/m/{name}": data for name, data in tiny_files.items()}
     both = [start(tmp_path, f"{server.url}/m") for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0].splitlines()[-1] for process in both]
-    assert outputs == [str(sum(map(len, tiny_files.values())))] * 2
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert [lines[-1] for lines in outputs] == [str(sum(map(len, tiny_files.values())))] * 2
     reads = server.gets()
     assert all(reads.count(name) == 1 for name in tiny_files if name.endswith(".safetensors"))
 

@@ -152,3 +152,19 @@ def test_present_bytes(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_bytes(b"123")
     assert present_bytes(tmp_path) == 3
+
+
+def test_bytes_are_counted_while_another_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "inner").mkdir(parents=True)
+    (tmp_path / "a" / "inner" / "file").write_bytes(b"ab")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "file").write_bytes(b"abc")
+    scandir = os.scandir
+
+    def moved_just_before(path: str) -> Any:
+        if Path(path) == tmp_path / "a" / "inner":
+            (tmp_path / "a").rename(tmp_path.with_name("elsewhere"))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", moved_just_before)
+    assert present_bytes(tmp_path) == 3
