@@ -2,7 +2,6 @@
 
 import errno
 import mmap
-import resource
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from worker_service.runtime import shortage
-from worker_service.runtime.shortage import breaks_thread, is_out_of_memory, refuses_memory
+from worker_service.runtime.shortage import breaks_thread, is_out_of_memory
 
 
 def caught(call: object) -> BaseException:
@@ -98,16 +97,22 @@ def test_and_else_it_does_not(text: str) -> None:
     assert not is_out_of_memory(RuntimeError(text))
 
 
+# In a process of its own: other threads of this one would want memory, too.
+_REFUSED = """
+import resource
+from worker_service.runtime.shortage import refuses_memory
+
+answers = [refuses_memory()]
+resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
+answers.append(refuses_memory())
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(*answers, refuses_memory())
+"""
+
+
 def test_whether_memory_is_refused_is_asked_of_the_system() -> None:
-    assert not refuses_memory()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))
-    try:
-        is_refused = refuses_memory()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    assert is_refused
-    assert not refuses_memory()
+    done = subprocess.run([sys.executable, "-c", _REFUSED], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "False True False\n", done.stderr
 
 
 def test_which_errors_leave_a_thread_broken() -> None:
