@@ -43,7 +43,7 @@ OFF, DEAD = "off", "dead"
 BATCH = 16
 # Of a block; a request of a chat has about as many tokens.
 SIM_PROMPT_LEN, SIM_TOKENS, SIM_REQUESTS = 32, 128, 480
-MODEL_PROMPT_LEN, MODEL_TOKENS = 32, 32
+MODEL_PROMPT_LEN, MODEL_TOKENS = 32, 96
 ROUNDS, PAIRS = 10, 30
 QUICK = (2, 4)
 # What a full queue of spans takes in a process is far less; what leaks, more.
