@@ -1,10 +1,11 @@
 """What holds for all tests."""
 
 import faulthandler
+import os
 import signal
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -15,7 +16,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
-        faulthandler.enable(_last_words(config.workerinput).open("w"))
+        words = _last_words(config.workerinput).open("w")
+        faulthandler.enable(words)
+        exit_at_once = os._exit
+
+        def say_and_exit(status: int) -> NoReturn:
+            faulthandler.dump_traceback(words, all_threads=False)
+            exit_at_once(status)
+
+        os._exit = say_and_exit
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -2,11 +2,12 @@
 
 import json
 import socket
-import threading
+import subprocess
+import sys
 
 import pytest
 
-from stepwire.supervisor.line import MAX_LINE_BYTES, Lines, Record, SupervisorLine, encode
+from stepwire.supervisor.line import MAX_LINE_BYTES, Lines, encode
 
 
 def test_a_record_is_whole_again_however_it_was_cut() -> None:
@@ -34,24 +35,38 @@ def test_a_long_record_arrives_and_of_one_that_is_too_long_nothing_does() -> Non
     assert lines.feed(b'{"replace": "a"}\n' + encode({"go": True})) == [{"go": True}]
 
 
-def test_a_child_hears_what_came_before_it_listened_and_says_what_it_wants() -> None:
+# In a process of its own: the end of its line ends a child at once.
+_CHILD = """
+import json, socket, sys, threading
+from stepwire.supervisor.line import SupervisorLine
+
+line = SupervisorLine(socket.socket(fileno=int(sys.argv[1])))
+heard, enough = [], threading.Event()
+
+def listen(record):
+    heard.append(record)
+    if len(heard) == 2:
+        enough.set()
+
+line.say({"listens": True})
+line.listen(listen)
+line.wait_for_go()
+enough.wait()
+line.say({"heard": heard})
+threading.Event().wait()
+"""
+
+
+def test_a_child_hears_what_came_before_it_listened_says_what_it_wants_and_ends_with_its_line() -> None:
     ours, theirs = socket.socketpair()
-    line = SupervisorLine(theirs)
-    heard: list[Record] = []
-    enough = threading.Event()
-
-    def listen(record: Record) -> None:
-        heard.append(record)
-        if len(heard) == 2:
-            enough.set()
-
     ours.sendall(encode({"ended": "a"}))
-    line.listen(listen)
-    ours.sendall(encode({"go": True}) + encode({"ended": "b"}))
-    assert enough.wait(5)
-    line.wait_for_go()
-    assert heard == [{"ended": "a"}, {"ended": "b"}]
-    line.say({"replace": "c", "process_id": 5})
-    assert json.loads(ours.recv(1000)) == {"replace": "c", "process_id": 5}
-    # Not closed: the end of the line ends the process.
-    ours.detach()
+    command = [sys.executable, "-c", _CHILD, str(theirs.fileno())]
+    with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child:
+        theirs.close()
+        ours.settimeout(30)
+        with ours.makefile("rb") as said:
+            assert json.loads(said.readline()) == {"listens": True}
+            ours.sendall(encode({"go": True}) + encode({"ended": "b"}))
+            assert json.loads(said.readline()) == {"heard": [{"ended": "a"}, {"ended": "b"}]}
+        ours.shutdown(socket.SHUT_RDWR)
+        assert child.wait(30) == 1
