@@ -16,20 +16,25 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
-        words = _last_words(config.workerinput).open("w")
-        faulthandler.enable(words)
-        exit_at_once = os._exit
-
-        def say_and_exit(status: int) -> NoReturn:
-            faulthandler.dump_traceback(words, all_threads=False)
-            exit_at_once(status)
-
-        os._exit = say_and_exit
+        _tell_an_early_end(config, _last_words(config.workerinput))
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        _last_words(config.workerinput).unlink(missing_ok=True)
+def _tell_an_early_end(config: pytest.Config, path: Path) -> None:
+    words, exit_at_once = path.open("w"), os._exit
+
+    def say_and_exit(status: int) -> NoReturn:
+        faulthandler.dump_traceback(words, all_threads=False)
+        exit_at_once(status)
+
+    def be_silent() -> None:
+        os._exit = exit_at_once
+        faulthandler.disable()
+        words.close()
+        path.unlink(missing_ok=True)
+
+    faulthandler.enable(words)
+    os._exit = say_and_exit
+    config.add_cleanup(be_silent)
 
 
 @pytest.hookimpl(optionalhook=True)
