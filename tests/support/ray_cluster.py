@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 from stepwire.supervisor.ports import free_port
 from tests.support.stack import MARK_VARIABLE, marked, processes_of
@@ -111,7 +112,8 @@ def ray_cluster(num_nodes: int) -> Iterator[RayCluster]:
     # Sockets lie in it, whose paths must be short.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     try:
-        with marked() as mark, ExitStack() as stack:
+        # Where this user has a token, a head asks for one, and other nodes have none, unless they are told.
+        with marked() as mark, mock.patch.dict(os.environ, {"RAY_AUTH_MODE": "disabled"}), ExitStack() as stack:
             cluster = RayCluster(folder, mark, stack)
             for _ in range(num_nodes):
                 cluster.add_node()
